@@ -36,7 +36,7 @@ from mgpu_core.trace import tracer
 from mgpu_core.trace.events import ALL_RANKS
 from mgpu_core.trace.tracer import in_span, span
 from mgpu_core.trees.module_copy import copy_module, leaf_like
-from mgpu_core.trees.module_tree import check_initialised, draws_random_numbers
+from mgpu_core.trees.module_tree import check_initialised
 from mgpu_core.trees.nested import map_leaves, tensors_in, unwrapped
 
 __all__ = ["TensorParallel"]
@@ -140,7 +140,7 @@ class TensorParallel(Module):
         self.training = net.training
         self._at_work = threading.Lock()
         self._objects = Objects(self.device_ids)
-        self._drew: dict[bytes, bool] = {}  # by the modes of all modules, whether the first call then has drawn
+        self._drew: dict[tuple[str, bytes], bool] = {}  # by method and modes, whether the first such call has drawn
         self.weights = Module()
         self._kept = self._keep(net)
         self._by_name = {name: each for each in self._kept.values() for name in each.names}
@@ -375,13 +375,12 @@ class TensorParallel(Module):
 
     @contextmanager
     def _numbers(self, method: str, modes: bytes) -> Iterator[Sequence[RankStream | None]]:
-        """Yield the stream of random numbers of each rank, unless the first forward in these modes has drawn none.
+        """Yield the stream of random numbers of each rank, unless the method's first call in these modes has drawn none.
 
-        Other methods draw by the names of torch's functions, and here if the module looks as if it drew.
+        In methods other than the forward rank 0 draws for all ranks, by the names of torch's functions.
         """
-        draws, net, devices = self._drew.get(modes), self._lanes[0].net, self.device_ids
-        if draws is None and method != "__call__":
-            draws = draws_random_numbers(net)
+        key, net, devices = (method, modes), self._lanes[0].net, self.device_ids
+        draws = self._drew.get(key)
         if len(devices) == 1 or (draws is False and method != "__call__"):
             yield [None] * len(devices)
             return
@@ -389,7 +388,7 @@ class TensorParallel(Module):
             found = torch.get_rng_state()
             yield [None] * len(devices)
             if not torch.equal(found, torch.get_rng_state()):
-                self._drew[modes] = True
+                self._drew[key] = True
                 warn_user(
                     f"random numbers were drawn while {type(net).__name__} ran, and its first forward had drawn none: "
                     "the ranks may have drawn others in this call; from now on they draw the same"
@@ -399,10 +398,10 @@ class TensorParallel(Module):
             before, on_cpu = numbers_of(devices), streams[0].generator.get_state()
             yield streams
             drew = [each for each, state in numbers_of(devices).items() if not torch.equal(state, before[each])]
-        if method == "__call__":
-            of_ranks = any(not torch.equal(each.generator.get_state(), on_cpu) for each in streams)
-            self._drew[modes] = bool(drew) or of_ranks or draws_random_numbers(net)
-        if drew and (len(set(devices)) < len(devices) or len({each.type for each in devices}) > 1):
+        of_ranks = any(not torch.equal(each.generator.get_state(), on_cpu) for each in streams)
+        self._drew[key] = bool(drew) or of_ranks
+        may_differ = method == "__call__" or net.training  # otherwise rank 0 alone has drawn, to sample
+        if drew and may_differ and (len(set(devices)) < len(devices) or len({each.type for each in devices}) > 1):
             raise RuntimeError(
                 f"random numbers were drawn on {drew[0]}, and not all ranks can draw the same: give each rank a device "
                 "of its own, all of one kind"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from numbers import Real
 from operator import attrgetter
 from typing import Any
 
@@ -25,7 +24,6 @@ __all__ = [
     "ModuleNode",
     "ModuleTree",
     "check_initialised",
-    "draws_random_numbers",
     "modules_of",
     "tensors_of",
     "wrapped_of",
@@ -89,10 +87,6 @@ def wrapped_of(net: Module) -> str | None:
     return next((f"{name} of {type(net).__name__} is a {type(each).__name__}" for name, each in found), None)
 
 
-_DRAW_ALWAYS = (torch.nn.FractionalMaxPool2d, torch.nn.FractionalMaxPool3d)
-_DRAW_IN_TRAINING = (torch.nn.RReLU, torch.jit.ScriptModule)  # the code of a script cannot be looked into
-
-
 class _Kind:
     """Facts that hold for all modules of a class; computed once per class.
 
@@ -100,13 +94,11 @@ class _Kind:
         is_script: it is a ScriptModule, whose children must be, too.
         is_wrapper: True for the wrapper that ``torch.compile(module)`` returns.
         is_ordinary: a replica is a copy of the module's ``__dict__``.
-        draws: its forward draws random numbers in every mode.
-        draws_in_training: its forward draws random numbers in training mode.
         meets: its ranks wait for each other in the forward, as in a synchronised layer.
         shares_state: its forward adds to tensors that replicas share, as a metric of torchmetrics does.
     """
 
-    __slots__ = ("draws", "draws_in_training", "is_ordinary", "is_script", "is_wrapper", "meets", "shares_state")
+    __slots__ = ("is_ordinary", "is_script", "is_wrapper", "meets", "shares_state")
 
     def __init__(self, kind: type[Module]) -> None:
         self.is_script = issubclass(kind, torch.jit.ScriptModule)
@@ -116,15 +108,12 @@ class _Kind:
             and kind._replicate_for_data_parallel is Module._replicate_for_data_parallel
             and not self.is_script
         )
-        self.draws = issubclass(kind, _DRAW_ALWAYS)
-        self.draws_in_training = issubclass(kind, _DRAW_IN_TRAINING)
         self.meets: bool = getattr(kind, "ranks_meet", False)
         self.shares_state = any(base.__module__ == "torchmetrics.metric" for base in kind.__mro__)
 
 
 _kinds: dict[type[Module], _Kind] = {}
-_rates: dict[tuple[str, ...], tuple[str, ...]] = {}  # by the names of attributes, those that may be a rate of dropout
-_KEPT = 4096  # entries of each, which classes made in a loop could otherwise fill without end
+_KEPT = 4096  # entries, which classes made in a loop could otherwise fill without end
 
 
 def _kind_of(kind: type[Module]) -> _Kind:
@@ -284,19 +273,6 @@ class ModuleTree:
         except AttributeError:  # a frozen script has no mode
             return bytes(getattr(node.module, "training", False) for node in self.nodes)
 
-    def draws_random_numbers(self) -> bool:
-        """Return whether a forward of the network looks as if it drew random numbers; see the function."""
-        for node in self.nodes:
-            kind, module = node.kind, node.module
-            if kind.draws:
-                return True
-            names = tuple(module.__dict__)
-            rates = _rates[names] if names in _rates else _rates_of(names)
-            may_draw = kind.draws_in_training or (rates and any(_is_rate(module.__dict__[name]) for name in rates))
-            if may_draw and getattr(module, "training", False):
-                return True
-        return False
-
 
 _tables_of = attrgetter("_parameters", "_buffers", "_modules")
 _mode_of = attrgetter("module.training")
@@ -317,24 +293,3 @@ def _check_script(children: list[Any]) -> None:
     for child, _, _ in children:
         if not isinstance(child, torch.jit.ScriptModule):
             raise RuntimeError("Cannot replicate network where python modules are children of ScriptModule")
-
-
-def _rates_of(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return, and remember, which of these attributes are named like a rate of dropout."""
-    if len(_rates) >= _KEPT:
-        _rates.clear()
-    found = _rates[names] = tuple(name for name in names if name == "p" or "drop" in name.lower())
-    return found
-
-
-def _is_rate(value: object) -> bool:
-    return isinstance(value, Real) and float(value) > 0
-
-
-def draws_random_numbers(module: Module) -> bool:
-    """Return whether a forward of this module, as it is now, looks as if it drew random numbers.
-
-    Torch's modules are known.  Others give themselves away by an attribute: dropout has a rate above zero, in ``p`` or
-    something with ``drop`` in its name.  A module that draws without such a sign is not found.
-    """
-    return ModuleTree(module).draws_random_numbers()

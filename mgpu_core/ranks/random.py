@@ -124,14 +124,19 @@ class RankStream(TorchDispatchMode):
         way = _way_of(func) if self is _thread.stream else None  # a rank inside this one draws from its own
         if way is None or not _on_cpu(args, kwargs):
             return func(*args, **kwargs)
-        return way(self, args, kwargs)
+        if self.was_used:
+            return way(self, args, kwargs)
+        before = self.generator.get_state()
+        result = way(self, args, kwargs)
+        # Attention without dropout, for example, might draw and does not.
+        self.was_used = not torch.equal(before, self.generator.get_state())
+        return result
 
     def chosen(self, given: Any) -> Any:
         """Return the generator of an operation that was given this one, or none."""
         if given is not None:
             self.given[given._cdata] = given
             return given
-        self.was_used = True
         return self.generator
 
     def entered(self) -> _Entered:

@@ -375,7 +375,7 @@ class TensorParallel(Module):
 
     @contextmanager
     def _numbers(self, method: str, modes: bytes) -> Iterator[Sequence[RankStream | None]]:
-        """Yield the stream of random numbers of each rank, unless the method's first call in these modes has drawn none.
+        """Yield the random numbers of each rank; none if the method's first call in these modes has drawn none.
 
         In methods other than the forward rank 0 draws for all ranks, by the names of torch's functions.
         """

@@ -287,7 +287,7 @@ class Rated(nn.Module):
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else str(value),
 )
 def test_a_call_that_draws_takes_one_number_of_the_caller_and_no_other_call_does(module, training, draws):
-    model, x = DataParallel(module.train(training), cpu(2)), torch.ones(6, 3, 4, 4)
+    model, x = DataParallel(module.train(training), cpu(2)), torch.full((6, 3, 4, 4), -1.0)
     x = x[:, 0] if isinstance(module, nn.LSTM | nn.TransformerEncoderLayer) else x
     for _ in range(2):
         torch.manual_seed(0)

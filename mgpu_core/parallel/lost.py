@@ -131,10 +131,12 @@ def warn_lost(kind_name: str, names: Sequence[str], *, rank_0_keeps: bool = Fals
 
 
 def text_of_lost(names: Sequence[str]) -> str:
-    """Return a text for an error of a call whose forwards have assigned these attributes."""
+    """Return a text for an error of a call whose forwards have changed these attributes and objects; empty: unknown."""
+    told = ", ".join(names[:_NAMED]) or "an object that all ranks share"
     return (
-        f"the forward assigns {', '.join(names[:_NAMED])}: each rank assigns to its own replica, and code outside of "
-        "the forward, such as the loss, reads that of rank 0. Return such values from the forward"
+        f"the forward assigns or changes {told}: code outside of the forward, such as the loss, reads there what rank "
+        '0, or the last rank, has left. Return such values from the forward; with workers="caller" each rank\'s loss '
+        "comes before the next rank's forward"
     )
 
 
@@ -148,6 +150,7 @@ class SharedState:
 
     def __init__(self, module: Module, used_by: Any = None) -> None:
         self._module, self._used_by = module, used_by
+        self._read: set[str] = set()  # the names of objects that the loss function reads
         self._before = self._now()
 
     def _now(self) -> dict[str, Any]:
@@ -160,12 +163,17 @@ class SharedState:
                 for hook in (vars(each).get(table) or {}).values():
                     held = {} if isinstance(hook, bool) else held_by(hook)
                     found |= {f"{name} of a hook on {path or 'the module'}": value for name, value in held.items()}
-            named |= {name: value for name, value in found.items() if _is_shared(value) and id(value) not in read}
+            named |= {name: value for name, value in found.items() if _is_shared(value)}
+        self._read |= {name for name, value in named.items() if id(value) in read}
         return marks_of(named)
+
+    def changed(self) -> list[str]:
+        """Return the names of all that has changed."""
+        return changed(self._before, self._now())
 
     def tell(self, ranks: int) -> bool:
         """Warn if so many ranks have changed some of it; return whether they have."""
-        names = changed(self._before, self._now())
+        names = [name for name in self.changed() if name not in self._read]
         if names:
             told = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
             warn_user(

@@ -320,7 +320,8 @@ class ForwardBackward:
                 results = run.run(calls, draws=self._draws, workers=workers, form=form)
         except RuntimeError as error:
             names = lost_attributes(given, kept_by=self._net.module) if given is not None else []
-            if names and "through the graph a second time" in str(error):
+            names += [] if shared is None else shared.changed()
+            if "through the graph a second time" in str(error) and (names or workers == "threads"):
                 raise RuntimeError(f"a loss reads a tensor of another rank's forward: {text_of_lost(names)}") from error
             raise
         self._replicas.check_unwritten(versions)

@@ -207,6 +207,7 @@ class DataParallel(torch.nn.DataParallel[M]):
         called: Sequence[Any] = replicas if method is None else [getattr(each, method) for each in replicas]
         if self._is_own("parallel_apply"):
             called = called if watch is None else watch.around(called)
+            self._draws.ranks_meet = tree.ranks_meet
             form = method, tree.modes, *map(type, parts[0]), *kwargs_parts[0]
             outputs = apply_to(team, called, parts, kwargs_parts, draws=self._draws, workers=self._workers, form=form)
         else:

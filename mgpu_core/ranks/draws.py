@@ -41,14 +41,15 @@ class Numbers:
 
     Attributes:
         streams: one per rank; ``None``: ranks draw from the generators that they share.
+        in_turns: ranks of one accelerator take turns, for its numbers.
     """
 
-    __slots__ = ("_before", "_is_watched", "_seeded", "_states", "form", "others", "streams")
+    __slots__ = ("_before", "_is_watched", "_seeded", "_states", "form", "in_turns", "others", "streams")
 
     def __init__(
         self, form: Hashable, shared: Sequence[torch.device], *, is_watched: bool, others: list[Any] | None
     ) -> None:
-        self.form, self.others, self._is_watched = form, others, is_watched
+        self.form, self.others, self._is_watched, self.in_turns = form, others, is_watched, False
         self._before = self._seeded = current_generator().get_state()
         self._states = numbers_of(shared) if shared else {}
         self.streams: list[RankStream] | None = None
@@ -112,13 +113,17 @@ class Draws:
     """Whether the calls of a module draw random numbers.
 
     Args:
-        rng: ``auto``: found out by the calls; ``per_rank``: always supposed.
+        rng: ``auto``: found out by the calls; ``per_rank``: always supposed; ``turns``: for steps that are recorded, in
+            which ranks of one accelerator take turns, and the host draws nothing.
         name: of the module, in warnings.
         devices: whose generators are looked at, besides those of accelerators that have several ranks.
+
+    Attributes:
+        ranks_meet: ranks of the next call wait for each other, so that they take no turns before it must be.
     """
 
     def __init__(self, rng: str, name: str, devices: Sequence[torch.device] = ()) -> None:
-        self._is_asked, self._name = rng == "per_rank", name
+        self._rng, self._name, self.ranks_meet = rng, name, False
         self._devices = [each for each in dict.fromkeys(devices) if each.type != "cpu"]
         self._forms: dict[Hashable, _Form] = {}
         self._told: set[str] = set()
@@ -131,16 +136,19 @@ class Draws:
             self._forms[form] = _Form()
         known = self._forms[form]
         shared = self._devices if team.on_host else _shared_accelerators(team)
-        is_watched = not self._is_asked and not (shared and _are_recorded(shared))  # a recording has no state to read
+        is_recorded = self._rng == "turns" or (bool(shared) and _are_recorded(shared))  # then there is no state to read
+        is_watched = self._rng == "auto" and not is_recorded
         others = _other_states() if known.draws is None and not known.is_late else None
         numbers = Numbers(form, shared if is_watched else (), is_watched=is_watched, others=others)
         if known.draws is not False or not is_watched:
-            numbers.give_streams(len(team))
+            numbers.in_turns = known.draws is True or not is_watched or not self.ranks_meet
+            if not is_recorded:
+                numbers.give_streams(len(team))
         return numbers
 
     def are_expected(self, form: Hashable) -> bool:
         """Return whether an earlier call of this form has drawn."""
-        return self._is_asked or (form in self._forms and self._forms[form].draws is True)
+        return self._rng == "per_rank" or (form in self._forms and self._forms[form].draws is True)
 
     def end(self, numbers: Numbers, *, in_threads: bool) -> None:
         """Learn from a call that went through; warn once of numbers that depend on the order of threads."""
@@ -148,7 +156,7 @@ class Draws:
             self._forms[numbers.form] if numbers.form in self._forms else _Form()
         )  # another thread cleared the table
         if numbers.streams is None:
-            if numbers.have_changed():
+            if known.draws is False and numbers.have_changed():
                 known.suspect()
             return
         drew = numbers.were_used()

@@ -160,7 +160,8 @@ class Run:
             raise ValueError(f"there are {len(calls)} calls, and {len(devices)} ranks to run them")
         self.streams = self.streams or [None] * len(devices)
         context = CallerContext(devices, streams)
-        turns = _in_turns(self.team, context.serialize, draws=streams is not None)
+        draws = self.numbers is not None and self.numbers.in_turns
+        turns = _in_turns(self.team, context.serialize, draws=draws)
         waiting = self._waiting = Waiting(self._plans, turns)
         tasks = [context.bind(partial(self._attended, waiting, rank, call), rank) for rank, call in enumerate(calls)]
         with switches_kept(), self.team.workers.lease(self._at_once) as crew:

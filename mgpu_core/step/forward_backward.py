@@ -314,6 +314,7 @@ class ForwardBackward:
             return [run.alone(calls[0])]
         versions = self._replicas.versions
         shared = SharedState(self._net.module, used_by=self._alone) if given is not None else None
+        self._draws.ranks_meet = tree.ranks_meet
         form = tree.modes, *map(type, parts[0].inputs), *parts[0].kwargs
         try:
             with NULL_CONTEXT if tracer.sink is None else span("apply"):

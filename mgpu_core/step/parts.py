@@ -117,7 +117,7 @@ class StepParts:
         self.gradients: Gradients = reducer or OwnGradients(self.replicas)
         self.optimizer_step = OptimizerStep(options.optimizer, self.replicas, self.gradients, self.in_shards)
         # Ranks that share a GPU take turns where a graph is recorded on their stream; those that meet have no graphs.
-        rng = "per_rank" if options.capture and not tree.ranks_meet else options.rng
+        rng = "turns" if options.capture and not tree.ranks_meet else options.rng
         parts = options, self.replicas, self.net, loss, rng, self.choice, self.split_plan
         self.passes = ForwardBackward(*parts)
         if isinstance(options.module, Pipeline):

@@ -28,8 +28,11 @@ def weighted(output, target):
     return ((output - target) ** 2).sum(), len(output), {"half": 0.5}
 
 
-def waits_of(step, schedule, x, y, steps=5, warm_up=14):
-    """Return the waits of some steps, after those in which kinds are counted, ways measured, and graphs recorded."""
+def waits_of(step, schedule, x, y, steps=5, warm_up=17):
+    """Return the waits of some steps, after those in which kinds are counted, ways measured, and graphs recorded.
+
+    Steps 16 and 32 compare their losses, and read numbers.
+    """
     for index in range(warm_up + steps):
         if index == warm_up:
             device_module.built.take_host_waits()
@@ -74,8 +77,8 @@ def test_batches_that_use_other_parameters_are_not_waited_for(make):
     module = Branches().to("fake:0")
     step = TrainStep(module, mse, make(module.parameters()), TEAMS[1], error_if_nonfinite=False)
     x, y = torch.ones(8, 4, device="cpu"), torch.ones(8, 2, device="cpu")
-    for index in range(20):
-        if index == 14:
+    for index in range(23):
+        if index == 17:  # step 16 has compared its losses
             device_module.built.take_host_waits()
         step(x, index % 2, y)
     assert device_module.built.take_host_waits() == []

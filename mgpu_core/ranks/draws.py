@@ -152,9 +152,8 @@ class Draws:
 
     def end(self, numbers: Numbers, *, in_threads: bool) -> None:
         """Learn from a call that went through; warn once of numbers that depend on the order of threads."""
-        known = (
-            self._forms[numbers.form] if numbers.form in self._forms else _Form()
-        )  # another thread cleared the table
+        is_there = numbers.form in self._forms  # another thread may have cleared the table
+        known = self._forms[numbers.form] if is_there else _Form()
         if numbers.streams is None:
             if known.draws is False and numbers.have_changed():
                 known.suspect()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from operator import attrgetter, not_
+from typing import Any
 
 import torch
 from torch.nn import Module, Parameter
@@ -74,6 +75,7 @@ class Replicas:
         self.moves = self.renewals = 0
         self._adopted: frozenset[int] = frozenset()  # parameters whose memory is the step's
         self._flats: dict[int, FlatTensors] = {}  # of each device, that memory
+        self._ends: dict[int, Any] = {}  # on the first device, where the parameters lie in it
         self._all = [parameter for row in self.parameters for parameter in row]
         self._memory = memory_of(self._all)
         self._kinds = list(map(_kind_of, own))
@@ -130,18 +132,25 @@ class Replicas:
 
     @torch.no_grad()
     def _leave_to_others(self, moved: Sequence[int]) -> None:
-        """Give buckets other memory where somebody keeps the memory of their parameters, to swap it in again, say."""
-        held = [i for i in moved if i in self._adopted and self._is_held(i)]
+        """Give buckets other memory where somebody keeps the memory of their parameters, to swap it in again, say.
+
+        Also where a view does not lie in its bucket any more, as after ``share_memory()``.
+        """
+        held = [i for i in moved if i in self._adopted and (self._is_held(i) or self._has_left(i))]
         if not held:
             return
         self.renewals += 1
+        shared = [i for i in held if self.own[i].is_cpu and self.own[i].is_shared()]
+        warn_of_holders([self.own[i] for i in shared], [self.names[i] for i in shared], self._all)
         views = self._flats[0].value_views
-        ends = {i: memory_of([view]) for i, view in views.items()}
-        for i in self._flats[0].renew(held):
+        for i in set(self._flats[0].renew(held)).difference(moved):  # those that have moved are taken back next
             for rank in self.ranks_of[0]:
-                parameter = self.parameters[rank][i]
-                if memory_of([parameter]) == ends[i]:
-                    parameter.data = views[i]
+                self.parameters[rank][i].data = views[i]
+        self._ends = {i: memory_of([view]) for i, view in views.items()}
+
+    def _has_left(self, i: int) -> bool:
+        """Return whether the view of a parameter's values lies elsewhere than in its bucket."""
+        return bool(memory_of([self._flats[0].value_views[i]]) != self._ends[i])
 
     def _is_held(self, i: int) -> bool:
         """Return whether others than the ranks of the first device hold the memory of a parameter."""
@@ -202,6 +211,7 @@ class Replicas:
             for rank in ranks[1:]:
                 values.show_to(self.parameters[rank], indices)
         self._adopted, self._flats = frozenset(indices), dict(enumerate(flats))
+        self._ends = {i: memory_of([view]) for i, view in flats[0].value_views.items()}
         self._memory = memory_of(self._all)
 
     def _let_go_of_all_but(self, indices: Collection[int]) -> None:

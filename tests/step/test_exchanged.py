@@ -256,3 +256,28 @@ def test_shards_follow_what_is_taken_away(ranks):
     assert torch.allclose(
         trained("ours", ranks, between, shard_optimizer=True), trained("ours", 0, between), rtol=1e-9, atol=1e-12
     )
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_net_that_is_shared_between_steps_goes_on(kind):
+    """Its memory moves under the views of the step."""
+    warnings.filterwarnings("ignore", "the memory of .* is held by others")
+
+    def between(index, net, optimizer, _):
+        if index in (1, 3):
+            net.share_memory()
+
+    with torch.device("cpu"):
+        net = net_of().cpu()
+        other = copy.deepcopy(net)
+        optimizer = OPTIMIZERS[kind](net.parameters(), lr=0.05, **SETTINGS[kind])
+        plain = PLAIN[kind](other.parameters(), lr=0.05, **SETTINGS[kind])
+        step = TrainStep(net, F.cross_entropy, optimizer, ["cpu"] * 3)
+        for index, (x, y) in enumerate(batches()):
+            x, y = x.cpu(), y.cpu()
+            step(x, y)
+            plain.zero_grad()
+            F.cross_entropy(other(x), y).backward()
+            plain.step()
+            between(index, net, optimizer, None)
+        assert torch.allclose(values_of(net), values_of(other), rtol=1e-9, atol=1e-12)

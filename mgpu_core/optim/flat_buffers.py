@@ -40,7 +40,7 @@ class FlatTensors:
         self.values = _flat(buckets, parameters, device)
         self.gradients = _flat(buckets, parameters, device)
         self.value_views = {i: _with_own_storage(view) for i, view in self.views_of(self.values).items()}
-        self.gradient_views = self.views_of(self.gradients)
+        self.gradient_views = {i: _with_own_storage(view) for i, view in self.views_of(self.gradients).items()}
 
     def views_of(self, flats: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         """Return, by parameter, its part of flat tensors that are like the values."""

@@ -272,6 +272,9 @@ class StepParts:
             return
         if self.replicas.follow():
             self.gradients.register_hooks()
+        if self.replicas.have_left:
+            self._lay_out_anew()
+            return
         if self.optimizer_step.has_copies and (changed := self.optimizer_step.values_changed()):
             self.replicas.send_values(changed)
             self.optimizer_step.remember_values()
@@ -284,6 +287,10 @@ class StepParts:
                 f"parameter {name} was frozen, and none of the optimizer's, when the processes made this step, and is "
                 "trained now: call step.rebuild() in all processes"
             )
+        self._lay_out_anew()
+
+    def _lay_out_anew(self) -> None:
+        """Make the next update as the first one was made."""
         if self.captured is not None:
             self.captured.graphs.clear()
         self.update.forget_layout()

@@ -46,6 +46,8 @@ class Replicas:
         is_mixed: whether there are devices of several kinds.
         frozen: per parameter whether it does not require grad.
         moves: how often parameters that the step does not update were found in other memory.
+        have_left: views of values lie elsewhere than in their buckets, as after ``share_memory()``: all is to be laid
+            out anew.
         renewals: how often buckets got other memory, because somebody else held their memory.
 
     Raises:
@@ -73,6 +75,7 @@ class Replicas:
             )
         self.frozen: list[bool] = []
         self.moves = self.renewals = 0
+        self.have_left = False
         self._adopted: frozenset[int] = frozenset()  # parameters whose memory is the step's
         self._flats: dict[int, FlatTensors] = {}  # of each device, that memory
         self._ends: dict[int, Any] = {}  # on the first device, where the parameters lie in it
@@ -132,16 +135,12 @@ class Replicas:
 
     @torch.no_grad()
     def _leave_to_others(self, moved: Sequence[int]) -> None:
-        """Give buckets other memory where somebody keeps the memory of their parameters, to swap it in again, say.
-
-        Also where a view does not lie in its bucket any more, as after ``share_memory()``.
-        """
-        held = [i for i in moved if i in self._adopted and (self._is_held(i) or self._has_left(i))]
-        if not held:
+        """Give buckets other memory where somebody keeps the memory of their parameters, to swap it in again, say."""
+        self.have_left |= any(self._has_left(i) for i in moved if i in self._adopted)
+        held = [i for i in moved if i in self._adopted and self._is_held(i)]
+        if not held or self.have_left:
             return
         self.renewals += 1
-        shared = [i for i in held if self.own[i].is_cpu and self.own[i].is_shared()]
-        warn_of_holders([self.own[i] for i in shared], [self.names[i] for i in shared], self._all)
         views = self._flats[0].value_views
         for i in set(self._flats[0].renew(held)).difference(moved):  # those that have moved are taken back next
             for rank in self.ranks_of[0]:
@@ -204,7 +203,8 @@ class Replicas:
     def adopt(self, flats: Sequence[FlatTensors], indices: Collection[int]) -> None:
         """Make the flat values of each device the memory of these parameters; others get memory of their own back."""
         self._let_go_of_all_but(indices)
-        new = sorted(set(indices) - self._adopted)
+        new = sorted(indices) if self.have_left else sorted(set(indices) - self._adopted)
+        self.have_left = False
         warn_of_holders([self.own[i] for i in new], [self.names[i] for i in new], self._all)
         for ranks, values in zip(self.ranks_of, flats, strict=True):
             values.adopt(self.parameters[ranks[0]], indices)

@@ -7,8 +7,10 @@ of the device share the values; each has its own gradients, whose sum over the r
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import weakref
+from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
+from typing import Protocol
 
 import torch
 
@@ -18,7 +20,17 @@ from mgpu_core.devices.transfer import copy_into
 from mgpu_core.optim.bucket_layout import Bucket
 from mgpu_core.support.warnings import warn_user
 
-__all__ = ["FlatTensors", "compact", "in_memory_order", "padding_of", "part_of", "shaped", "warn_of_holders"]
+__all__ = [
+    "FlatTensors",
+    "Holder",
+    "compact",
+    "holders",
+    "in_memory_order",
+    "padding_of",
+    "part_of",
+    "shaped",
+    "warn_of_holders",
+]
 
 
 class FlatTensors:
@@ -40,6 +52,7 @@ class FlatTensors:
         self.values = _flat(buckets, parameters, device)
         self.gradients = _flat(buckets, parameters, device)
         self.value_views = {i: _with_own_storage(view) for i, view in self.views_of(self.values).items()}
+        holders.add(self)
         self.gradient_views = {i: _with_own_storage(view) for i, view in self.views_of(self.gradients).items()}
 
     def views_of(self, flats: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
@@ -57,7 +70,12 @@ class FlatTensors:
                 copy_into(self.value_views[i], parameters[i])
         self.show_to(parameters, indices)
 
-    def holders(self, index: int) -> int:
+    @property
+    def held(self) -> Iterable[torch.Tensor]:
+        """Return the views of the values."""
+        return self.value_views.values()
+
+    def count_holders(self, index: int) -> int:
         """Return how many tensors have the memory of a parameter's values, all in all."""
         return holders_of(self.value_views[index])
 
@@ -83,15 +101,28 @@ class FlatTensors:
             parameters[i].data = self.value_views[i]
 
 
-def warn_of_holders(parameters: Sequence[torch.Tensor], names: Sequence[str], known: Sequence[torch.Tensor]) -> None:
+class Holder(Protocol):
+    """Holds memory of parameters for a step or an optimizer."""
+
+    @property
+    def held(self) -> Iterable[torch.Tensor]:
+        """Return the tensors with such memory."""
+
+
+holders: weakref.WeakSet[Holder] = weakref.WeakSet()
+"""The objects of this package that hold memory of parameters; of several steps over one module each does."""
+
+
+def warn_of_holders(parameters: Sequence[torch.Tensor], names: Sequence[str]) -> None:
     """Warn of parameters whose memory is held by others, too, before their values go to other memory.
 
     Args:
         parameters: that will have flat memory.
         names: of these.
-        known: all tensors that may have their memory, themselves among them.
     """
-    held = [name for name, each in zip(names, are_held_elsewhere(parameters, known), strict=True) if each]
+    known = {id(each): each for each in chain(parameters, *(holder.held for holder in list(holders)))}
+    found = are_held_elsewhere(parameters, list(known.values()))
+    held = [name for name, each in zip(names, found, strict=True) if each]
     if held:
         warn_user(
             f"the memory of {', '.join(held[:3])}{f' and {len(held) - 3} more' if held[3:] else ''} is held by others, "

@@ -162,7 +162,7 @@ class FlatOptimizer(Optimizer):
         buckets, flats = [each for each, _ in found], [each for _, each in found]
         mine = set(map(id, self._parameters))  # have flat memory of this class's
         new = [each for each in members if id(each) not in mine]
-        warn_of_holders(new, [f"a parameter of shape {tuple(each.shape)}" for each in new], members)
+        warn_of_holders(new, [f"a parameter of shape {tuple(each.shape)}" for each in new])
         flat = FlatState(self, self.rule, members, buckets, flats, copies=False)
         for own in flats:
             own.adopt(members, list(own.value_views))

@@ -17,7 +17,7 @@ from torch.nn import Module, Parameter
 from mgpu_core.comm import dispatch
 from mgpu_core.devices.tensor_checks import memory_of, moved_between
 from mgpu_core.devices.transfer import to_device
-from mgpu_core.optim.flat_buffers import FlatTensors, compact, warn_of_holders
+from mgpu_core.optim.flat_buffers import FlatTensors, compact, holders, warn_of_holders
 from mgpu_core.ranks.team import Team
 from mgpu_core.trees.module_copy import give_attributes, leaf_like
 from mgpu_core.trees.module_tree import ModuleTree, check_initialised, named_parameters_of
@@ -81,7 +81,13 @@ class Replicas:
         self._ends: dict[int, Any] = {}  # on the first device, where the parameters lie in it
         self._all = [parameter for row in self.parameters for parameter in row]
         self._memory = memory_of(self._all)
+        holders.add(self)
         self._kinds = list(map(_kind_of, own))
+
+    @property
+    def held(self) -> Sequence[torch.Tensor]:
+        """Return the parameters of all ranks."""
+        return self._all
 
     def are_those_of(self, tree: ModuleTree) -> bool:
         """Return whether the module still has these parameters, each of the shape, dtype and device that it had."""
@@ -156,7 +162,7 @@ class Replicas:
         flat = self._flats[0]
         here = memory_of([flat.value_views[i]])
         rows = [self.parameters[rank][i] for rank in self.ranks_of[0]]
-        return flat.holders(i) > 1 + sum(memory_of([each]) == here for each in rows)
+        return flat.count_holders(i) > 1 + sum(memory_of([each]) == here for each in rows)
 
     @torch.no_grad()
     def _take_back(self, i: int) -> None:
@@ -205,7 +211,7 @@ class Replicas:
         self._let_go_of_all_but(indices)
         new = sorted(indices) if self.have_left else sorted(set(indices) - self._adopted)
         self.have_left = False
-        warn_of_holders([self.own[i] for i in new], [self.names[i] for i in new], self._all)
+        warn_of_holders([self.own[i] for i in new], [self.names[i] for i in new])
         for ranks, values in zip(self.ranks_of, flats, strict=True):
             values.adopt(self.parameters[ranks[0]], indices)
             for rank in ranks[1:]:

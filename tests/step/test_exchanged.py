@@ -281,3 +281,18 @@ def test_a_net_that_is_shared_between_steps_goes_on(kind):
             plain.step()
             between(index, net, optimizer, None)
         assert torch.allclose(values_of(net), values_of(other), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_several_steps_over_one_net_are_no_holders(kind, ranks):
+    """One after the other, as a cell of a notebook that is run again makes them, and side by side."""
+    net, (x, y) = net_of(), batches()[0]
+    for _ in range(3):
+        step = TrainStep(net, F.cross_entropy, OPTIMIZERS[kind](net.parameters(), lr=0.05), cpu(ranks))
+        step(x, y)
+    steps = [
+        TrainStep(net, F.cross_entropy, OPTIMIZERS[kind](net[i].parameters(), lr=0.05), cpu(ranks)) for i in (0, 2)
+    ]
+    for each in steps:
+        each(x, y)
+        step(x, y)

@@ -154,7 +154,10 @@ class Before:
         """
         found: dict[int, set[str]] = {}
         for module, name, contents in self._filled:
-            if contents.have_changed and (id(module) not in layers or holds_tensor(vars(module).get(name))):
+            value = vars(module).get(name)
+            goes_on = contents.held_tensor and not holds_tensor(value, of_graph=True)  # a running value
+            is_kept = id(module) not in layers or (holds_tensor(value) and not goes_on)
+            if contents.have_changed and is_kept:
                 found.setdefault(id(module), set()).add(name)
         for module in (each for each, _ in self._attributes if id(each) in layers):
             hooks = [hook for name in _HOOKS for hook in vars(module)[name].values() if isinstance(hook, MethodType)]

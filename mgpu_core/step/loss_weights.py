@@ -68,6 +68,7 @@ class LossWeights:
         self.keywords: Mapping[str, Any] | None = keywords if is_function else None
         self._is_module = type(loss_fn) in _MODULES and not (loss_fn._forward_hooks or loss_fn._forward_pre_hooks)
         self.is_known: bool | None = None
+        self._is_torchs = False  # a watched loss of the last call was torch's
 
     @property
     def are_exact(self) -> bool:
@@ -90,6 +91,7 @@ class LossWeights:
         value = result[0] if isinstance(result, tuple | list) and result else result
         for made, args, kwargs in watch.calls:
             if made is value:
+                self._is_torchs = True
                 return result, weight_of(*args, **kwargs)
         return result, None
 
@@ -100,9 +102,10 @@ class LossWeights:
             RuntimeError: those of some ranks alone have.
         """
         first = losses[0].weight
-        self.is_known = first is not None
+        self.is_known = first is not None or (None if self._is_torchs else False)  # soft targets have no weight
+        self._is_torchs = False
         for rank, loss in enumerate(losses):
-            if (loss.weight is None) is self.is_known:
+            if (loss.weight is None) is not (first is None):
                 self.is_known = False
                 one, other = (0, rank) if first is not None else (rank, 0)
                 raise RuntimeError(

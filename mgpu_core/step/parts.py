@@ -188,7 +188,8 @@ class StepParts:
         state = self.passes.watch_loss(parts[0])
         losses, weighed, each = self.passes.run_apart(window, parts, rows, inputs, True)
         outputs = self.passes.joined(each, rows) if keep_outputs else None
-        if not self._judge(state, each, inputs[-1], losses, rows).agrees:
+        check = self._judge(state, each, inputs[-1], losses, rows)
+        if check.agrees is False or state.own or state.side:  # otherwise a later call may say more
             self.next_check = 0
         return losses, weighed, outputs
 

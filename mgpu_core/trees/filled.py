@@ -128,6 +128,9 @@ class Contents:
         obj: the object.
         of_objects: also the attributes of objects.
         values: also the values of tensors.
+
+    Attributes:
+        held_tensor: there was a tensor in them.
     """
 
     def __init__(self, obj: Any, *, of_objects: bool = False, values: bool = False) -> None:
@@ -136,6 +139,7 @@ class Contents:
         self._kept = [(each, _entries(each)) for each in _fillable_below(obj, seen, of_objects=of_objects, depth=depth)]
         tensors = [each for each in seen.values() if isinstance(each, torch.Tensor)] if values else []
         self._values = [(each, each.detach().clone()) for each in tensors]
+        self.held_tensor = any(isinstance(each, torch.Tensor) for each in seen.values())
 
     @property
     def ids(self) -> set[int]:

@@ -1,7 +1,8 @@
 """Containers that layers fill: they get the same objects, on their devices, and others find what they wrote."""
 
+import copy
 import dataclasses
-from collections import UserDict
+from collections import UserDict, deque
 
 import pytest
 import torch
@@ -228,3 +229,41 @@ def test_a_list_of_the_module_is_filled_as_on_one_device():
         assert seen == [2, 3, 0, 1] * 2
         pipe(batch())
     assert seen == [2, 3, 0, 1] * 4
+
+
+class Running(nn.Module):
+    """Carries a value on from batch to batch, in a container."""
+
+    def __init__(self, kept, add):
+        super().__init__()
+        self.layer, self.kept, self.add = nn.Linear(4, 4), kept, add
+
+    def forward(self, x):
+        y = self.layer(x)
+        return y - self.add(self.kept, y.detach().mean(0))
+
+
+def averaged(kept, value):
+    kept["mean"] = 0.5 * kept["mean"] + value
+    return kept["mean"]
+
+
+def queued(kept, value):
+    kept.append(value)
+    return sum(kept)
+
+
+@pytest.mark.parametrize(
+    ("make", "add"),
+    [(lambda: {"mean": torch.zeros(4)}, averaged), (lambda: deque([torch.zeros(4)], maxlen=2), queued)],
+    ids=["dict", "deque"],
+)
+def test_a_running_value_in_a_container_goes_on_in_the_order_of_the_micro_batches(make, add):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), Running(make(), add), nn.Linear(4, 4))
+    with torch.device("cpu"):
+        plain = copy.deepcopy(net)
+        x = torch.randn(9, 4)
+    pipeline = Pipeline(net, ["cpu"] * 2, chunks=3, split_points=["2"])
+    for _ in range(3):
+        assert torch.allclose(pipeline(x), torch.cat([plain(each) for each in x.chunk(3)]))

@@ -262,3 +262,27 @@ def test_micro_batches_of_a_pipeline(name):
     assert [step(x, y).item() for x, y in data] == pytest.approx(losses, rel=1e-12)
     for one, other in zip(net.parameters(), trained, strict=True):
         assert torch.allclose(one.detach().cpu(), other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.several_ranks
+def test_soft_targets_first_and_labels_later_are_weighed(ranks):
+    net, loss_fn = net_of(), lambda out, y: F.cross_entropy(out, y)
+    step = TrainStep(net, loss_fn, torch.optim.SGD(net.parameters(), lr=0.1), cpu(ranks))
+    x, y = batches()[3]
+    step(x, torch.softmax(x @ x.new_ones(3, CLASSES) + x[:, :1], 1))
+    wanted = loss_fn(net(x), y).item()
+    assert step.evaluate(x, y).item() == pytest.approx(wanted, rel=1e-12)
+
+
+@pytest.mark.several_ranks
+def test_a_comparison_that_says_nothing_is_made_again(ranks):
+    """The first rank has no label in the first step, so that its loss is not a number."""
+    net = net_of()
+    step = TrainStep(
+        net, lambda out, y: 0.5 * F.cross_entropy(out, y) + (out - out.mean(0)).square().mean(),
+        torch.optim.SGD(net.parameters(), lr=0.01), cpu(ranks), error_if_nonfinite=False,
+    )  # fmt: skip
+    (x, y), *_ = batches()
+    step(x, torch.where(torch.arange(9, device=y.device) < 3, -100, y))
+    with pytest.warns(UserWarning, match="the loss of all rows together is"):
+        step(x, y)

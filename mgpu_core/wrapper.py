@@ -92,6 +92,7 @@ class DataParallel(torch.nn.DataParallel[M]):
         self._draws = Draws(rng, type(module).__name__)
         self._label_watch = LabelWatch(module, OF_A_WRAPPER) if len(devices) > 1 else None
         self._forwards_to_watch = 3
+        self._changing: set[str] = set()  # names of shared objects that a forward has changed
         self.device_ids: list[Any] = [as_id(device) for device in devices]
         self.output_device: Any = drop_in_output(output_device, self.device_ids)
         self._team: Team | None = Team.of(devices) if devices else None
@@ -223,7 +224,7 @@ class DataParallel(torch.nn.DataParallel[M]):
     def _watch(self, given: Given, watch: OriginalsWatch | None, shared_state: SharedState | None, ranks: int) -> None:
         """Look for lost attributes in the first forward passes; later ones pay nothing for it."""
         self._forwards_to_watch -= 1
-        if shared_state is not None and shared_state.tell(ranks):
+        if shared_state is not None and shared_state.tell(ranks, self._changing):
             self._forwards_to_watch = 0
         if watch is not None and watch.tell():
             self._forwards_to_watch = 0

@@ -171,9 +171,18 @@ class SharedState:
         """Return the names of all that has changed."""
         return changed(self._before, self._now())
 
-    def tell(self, ranks: int) -> bool:
-        """Warn if so many ranks have changed some of it; return whether they have."""
-        names = [name for name in self.changed() if name not in self._read]
+    def tell(self, ranks: int, before: set[str]) -> bool:
+        """Warn if so many ranks have changed some of it, again; return whether they have.
+
+        A cache that is filled, or a setting that is made once, changes in one call alone.
+
+        Args:
+            ranks: how many there are.
+            before: the names of what earlier calls have changed; those of this one are added.
+        """
+        found = [name for name in self.changed() if name not in self._read]
+        names = [name for name in found if name in before]
+        before.update(found)
         if names:
             told = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
             warn_user(

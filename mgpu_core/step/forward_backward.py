@@ -119,6 +119,7 @@ class ForwardBackward:
         self._timed: Hashable = None  # the size of the batch whose call is timed
         self._ranks = len(replicas.team)
         self._calls_to_watch = self._outputs_to_watch = 2
+        self._changing: set[str] = set()  # names of shared objects that a forward has changed
         self._run: Run | None = None  # the call that runs
         self._shares_generator = shares_generator(replicas.team)
         self._is_on_cpu = all(device.type == "cpu" for device in replicas.devices)
@@ -341,7 +342,7 @@ class ForwardBackward:
 
     def _tell_lost(self, given: Given, watch: OriginalsWatch | None, shared: SharedState | None) -> None:
         """Warn once of attributes and objects that forwards change: attributes of all ranks but the first are lost."""
-        if shared is not None and shared.tell(self._ranks):
+        if shared is not None and shared.tell(self._ranks, self._changing):
             self._calls_to_watch = 0
         if watch is not None and watch.tell():
             self._calls_to_watch = 0

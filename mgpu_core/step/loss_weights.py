@@ -102,9 +102,13 @@ class LossWeights:
             RuntimeError: those of some ranks alone have.
         """
         first = losses[0].weight
+        if first is None:
+            first = next((loss.weight for loss in losses if loss.weight is not None), None)
         self.is_known = first is not None or (None if self._is_torchs else False)  # soft targets have no weight
         self._is_torchs = False
         for rank, loss in enumerate(losses):
+            if loss.weight is None and first is not None and not float(loss.value):
+                loss.weight = 0.0  # a function of the user's has found no label, and returns nothing to learn
             if (loss.weight is None) is not (first is None):
                 self.is_known = False
                 one, other = (0, rank) if first is not None else (rank, 0)

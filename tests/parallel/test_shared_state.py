@@ -78,7 +78,8 @@ def test_what_a_hook_fills_is_named_with_its_layer(ranks):
     features = {}
     net = nn.Sequential(nn.Linear(2, 2), nn.ReLU()).to(cpu(1)[0])
     net[0].register_forward_hook(lambda module, args, out: features.__setitem__("first", out.detach()))
-    (text,) = told_of(lambda: DataParallel(net, cpu(ranks))(torch.ones(2 * ranks, 2, device=cpu(1)[0])), times=1)
+    model = DataParallel(net, cpu(ranks))
+    (text,) = told_of(lambda: model(torch.ones(2 * ranks, 2, device=cpu(1)[0])))
     assert "features of a hook on 0" in text
 
 
@@ -109,3 +110,11 @@ def test_a_list_that_the_loss_of_the_rank_empties_is_right(ranks):
     step = TrainStep(net, loss_fn, torch.optim.SGD(net.parameters(), lr=0.1), cpu(1) * ranks, workers="caller")
     x = torch.ones(2 * ranks, 2, device=cpu(1)[0])
     assert told_of(lambda: step(x, x)) == []
+
+
+def test_a_cache_that_is_filled_and_a_setting_that_is_made_once_are_not_told_of(ranks):
+    cache = Keeps({}, lambda kept: kept.setdefault("mask", torch.ones(2)))
+    setting = Keeps(SimpleNamespace(kind=None), lambda kept: setattr(kept, "kind", "regression"))
+    for net in (cache, setting):
+        model = DataParallel(net.to(cpu(1)[0]), cpu(ranks))
+        assert told_of(lambda model=model: model(torch.ones(2 * ranks, 2, device=cpu(1)[0]))) == []

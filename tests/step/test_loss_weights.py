@@ -201,9 +201,21 @@ def test_a_scale_of_float16_skips_no_update_that_a_mean_does_not_skip(ranks):
 
 
 @pytest.mark.several_ranks
-def test_ranks_that_return_other_kinds_of_losses_are_refused(ranks):
+def test_a_function_that_looks_for_labels_itself_is_one_devices(ranks):
     def loss_fn(out, y):
         return F.cross_entropy(out, y) if (y != -100).any() else out.sum() * 0
+
+    net = net_of()
+    step = TrainStep(net, loss_fn, torch.optim.SGD(net.parameters(), lr=0.5), cpu(ranks))
+    losses, parameters = alone(F.cross_entropy, batches())
+    assert [step(x, y).item() for x, y in batches()] == pytest.approx(losses, rel=1e-12)
+    assert_same(net, parameters)
+
+
+@pytest.mark.several_ranks
+def test_ranks_that_return_other_kinds_of_losses_are_refused(ranks):
+    def loss_fn(out, y):
+        return F.cross_entropy(out, y) if (y != -100).any() else out.square().mean()
 
     net = net_of()
     before = [each.detach().clone() for each in net.parameters()]

@@ -107,7 +107,7 @@ class LossWeights:
         self.is_known = first is not None or (None if self._is_torchs else False)  # soft targets have no weight
         self._is_torchs = False
         for rank, loss in enumerate(losses):
-            if loss.weight is None and first is not None and not float(loss.value):
+            if loss.weight is None and first is not None and not float(loss.value.detach()):
                 loss.weight = 0.0  # a function of the user's has found no label, and returns nothing to learn
             if (loss.weight is None) is not (first is None):
                 self.is_known = False

@@ -14,7 +14,7 @@ kept with the checkpoint's own frame, and given again.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NoReturn, TypeAlias
 
@@ -26,12 +26,14 @@ from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from mgpu_core.devices.streams import on_all
 from mgpu_core.errors import Error
 from mgpu_core.ranks.context import checkpoint_closure
+from mgpu_core.ranks.random import current_generator, current_stream, numbers_of
 from mgpu_core.ranks.run import Run, current_lane
 from mgpu_core.tensor_parallel.collectives import joint_columns, joint_sum
 from mgpu_core.tensor_parallel.shards import of_other_ranks
 from mgpu_core.trace import tracer
 from mgpu_core.trace.events import ALL_RANKS
 from mgpu_core.trace.tracer import mark, span
+from mgpu_core.trees.nested import map_leaves
 
 __all__ = ["CHANGED", "MetDraws", "cut_layer", "decided"]
 
@@ -184,26 +186,77 @@ def cut_layer(layer: Module, name: str, word: str, rank: int, counts: Sequence[i
 
 
 def decided(place: str, decide: Callable[[], Any]) -> Any:
-    """Return an object that rank 0 alone makes; a tensor on this rank's device."""
+    """Return a nest that rank 0 alone makes; tensors on this rank's device."""
     lane = current_lane() or _no_lane(place)
     devices = lane.run.team.devices
 
     def of_first(_: Run, values: list[Any]) -> list[Any]:
-        made = values[0]
-        if not isinstance(made, torch.Tensor):
-            return [made] * len(values)
-        return [made.to(device, copy=rank > 0) for rank, device in enumerate(devices)]
+        def on(rank: int, leaf: Any) -> Any:
+            return leaf.to(devices[rank], copy=rank > 0) if isinstance(leaf, torch.Tensor) else leaf
+
+        return [map_leaves(values[0], partial(on, rank)) for rank in range(len(values))]
 
     came = place, None if lane.rank else decide(), torch.is_grad_enabled(), lane.run
     return lane.meet(_KEY, came, partial(_together, of_first))
 
 
+class DrawnAlone:
+    """Whether ranks have drawn random numbers each for itself, from the generators of these devices.
+
+    Attributes:
+        on: the first device found on which they have; ``None``: none.
+        for_all: rank 0 has drawn for all.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self.on: torch.device | None = None
+        self.for_all, self._states = False, _states_of(devices)
+
+    def look(self) -> None:
+        """Compare the generators with their states at the last look, or after rank 0's last draw."""
+        now = _states_of(self._states)
+        drew = (each for each, state in now.items() if not torch.equal(state, self._states[each]))
+        self.on, self._states = self.on or next(drew, None), now
+
+    def drawn_for_all(self, draw: Callable[[], Any]) -> Any:
+        """Return what rank 0 draws for all ranks."""
+        self.look()
+        made = draw()
+        self.for_all, self._states = True, _states_of(self._states)
+        return made
+
+
+def _states_of(devices: Iterable[torch.device]) -> dict[torch.device, torch.Tensor]:
+    return {each: numbers_of([each]).get(each, torch.get_rng_state()) for each in devices}
+
+
+class _AfterDraw:
+    """The generators of rank 0 after a draw for all ranks, which go on from there: a layer may draw next."""
+
+    def __init__(self) -> None:
+        self._on_cpu, self._device = current_generator().get_state(), _device_of_lane()
+        self._here = numbers_of([self._device]).get(self._device)
+
+    def follow(self) -> None:
+        """Put this rank's own generators in the same states."""
+        if current_stream() is not None:  # otherwise all ranks have one
+            current_generator().set_state(self._on_cpu)
+        device = _device_of_lane()
+        if self._here is not None and device.type == self._device.type and device != self._device:
+            torch.get_device_module(device).set_rng_state(self._here, device)
+
+
+def _device_of_lane() -> torch.device:
+    lane = current_lane() or _no_lane("random numbers")
+    return lane.run.team.devices[lane.rank]
+
+
 class MetDraws(TorchFunctionMode):
     """Let rank 0 draw random numbers for all ranks, in calls of torch's functions by name."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, drawn: DrawnAlone | None) -> None:
         super().__init__()
-        self._rank = rank
+        self._rank, self._drawn = rank, drawn
 
     def __enter__(self) -> MetDraws:
         _push_mode(self)
@@ -217,7 +270,11 @@ class MetDraws(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name not in _DRAWS:
             return func(*args, **kwargs)
-        made = decided(name, partial(func, *args, **kwargs))
+        draw = partial(func, *args, **kwargs)
+        draw = draw if self._drawn is None else partial(self._drawn.drawn_for_all, draw)
+        made, after = decided(name, lambda: (draw(), _AfterDraw()))
+        if self._rank:
+            after.follow()
         if name.endswith("_") and self._rank:
             return args[0].copy_(made)
         return made

@@ -22,13 +22,13 @@ from mgpu_core.pipeline.placement import is_spread, refuse_moves
 from mgpu_core.pipeline.weights import Weights, weights_of
 from mgpu_core.ranks.compiled import outside_the_compiler
 from mgpu_core.ranks.modes import check_modes
-from mgpu_core.ranks.random import RankStream, numbers_of, random_numbers_kept, same_numbers
+from mgpu_core.ranks.random import RankStream, random_numbers_kept, same_numbers
 from mgpu_core.ranks.run import Run, current_lane
 from mgpu_core.ranks.team import Team
 from mgpu_core.support.null_context import NULL_CONTEXT
 from mgpu_core.support.warnings import warn_user
 from mgpu_core.tensor_parallel.generate import arguments_of_ranks, is_generate
-from mgpu_core.tensor_parallel.meetings import CHANGED, MetDraws, cut_layer
+from mgpu_core.tensor_parallel.meetings import CHANGED, DrawnAlone, MetDraws, cut_layer
 from mgpu_core.tensor_parallel.objects import PLAIN, Objects
 from mgpu_core.tensor_parallel.plan import Cut, read_plan
 from mgpu_core.tensor_parallel.proof import Proof, arguments
@@ -295,11 +295,11 @@ class TensorParallel(Module):
             raise Error("another thread's call of this TensorParallel did not end")
         try:
             watch = nullcontext() if self._proof is None else self._proof.seen([lane.net for lane in self._lanes])
-            with span("tensor_parallel"), self._numbers(method, self._modes()) as numbers, watch as seen:
+            with span("tensor_parallel"), self._numbers(method, self._modes()) as (numbers, drawn), watch as seen:
                 arguments = self._on_ranks(inputs, kwargs)
                 self._spread()
                 calls = [
-                    partial(_called, lane.net, method, of_rank, stream)
+                    partial(_called, lane.net, method, of_rank, stream, drawn)
                     for lane, of_rank, stream in zip(self._lanes, arguments, numbers, strict=True)
                 ]
                 if tracer.sink is not None:
@@ -374,37 +374,38 @@ class TensorParallel(Module):
         return first
 
     @contextmanager
-    def _numbers(self, method: str, modes: bytes) -> Iterator[Sequence[RankStream | None]]:
+    def _numbers(self, method: str, modes: bytes) -> Iterator[tuple[Sequence[RankStream | None], DrawnAlone | None]]:
         """Yield the random numbers of each rank; none if the method's first call in these modes has drawn none.
 
         In methods other than the forward rank 0 draws for all ranks, by the names of torch's functions.
         """
         key, net, devices = (method, modes), self._lanes[0].net, self.device_ids
         draws = self._drew.get(key)
-        if len(devices) == 1 or (draws is False and method != "__call__"):
-            yield [None] * len(devices)
+        if len(devices) == 1:
+            yield [None], None
             return
         if draws is False:
-            found = torch.get_rng_state()
-            yield [None] * len(devices)
-            if not torch.equal(found, torch.get_rng_state()):
+            drawn = DrawnAlone([torch.device("cpu"), *devices])
+            yield [None] * len(devices), drawn
+            drawn.look()
+            if drawn.on is not None:
                 self._drew[key] = True
                 warn_user(
-                    f"random numbers were drawn while {type(net).__name__} ran, and its first forward had drawn none: "
+                    f"random numbers were drawn while {type(net).__name__} ran, and its first call had drawn none: "
                     "the ranks may have drawn others in this call; from now on they draw the same"
                 )
             return
         with same_numbers(devices) as streams:
-            before, on_cpu = numbers_of(devices), streams[0].generator.get_state()
-            yield streams
-            drew = [each for each, state in numbers_of(devices).items() if not torch.equal(state, before[each])]
+            drawn = DrawnAlone([each for each in devices if each.type != "cpu"])
+            on_cpu = streams[0].generator.get_state()
+            yield streams, drawn
+            drawn.look()
         of_ranks = any(not torch.equal(each.generator.get_state(), on_cpu) for each in streams)
-        self._drew[key] = bool(drew) or of_ranks
-        may_differ = method == "__call__" or net.training  # otherwise rank 0 alone has drawn, to sample
-        if drew and may_differ and (len(set(devices)) < len(devices) or len({each.type for each in devices}) > 1):
+        self._drew[key] = drawn.on is not None or drawn.for_all or of_ranks
+        if drawn.on is not None and (len(set(devices)) < len(devices) or len({each.type for each in devices}) > 1):
             raise RuntimeError(
-                f"random numbers were drawn on {drew[0]}, and not all ranks can draw the same: give each rank a device "
-                "of its own, all of one kind"
+                f"random numbers were drawn on {drawn.on}, and not all ranks can draw the same: give each rank a "
+                "device of its own, all of one kind"
             )
 
     def _spread(self) -> None:
@@ -515,7 +516,9 @@ class TensorParallel(Module):
         return f"TensorParallel({type(self._source).__name__}, {self.extra_repr()})"
 
 
-def _called(net: Module, method: str, arguments: Any, stream: RankStream | None) -> Any:
+def _called(
+    net: Module, method: str, arguments: Any, stream: RankStream | None, drawn: DrawnAlone | None = None
+) -> Any:
     """Run a method in a rank's thread."""
     args, kwargs = arguments
     lane = current_lane()
@@ -523,7 +526,7 @@ def _called(net: Module, method: str, arguments: Any, stream: RankStream | None)
     with NULL_CONTEXT if stream is None else stream.entered():
         if method == "__call__" or lane is None:
             return call(*args, **kwargs)
-        with MetDraws(lane.rank):
+        with MetDraws(lane.rank, drawn):
             return call(*args, **kwargs)
 
 

@@ -5,6 +5,7 @@ import gc
 import pickle
 import threading
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -575,6 +576,52 @@ def test_ranks_that_share_an_accelerator_cannot_draw():
         tp(x)
     tp.eval()
     tp(x)
+
+
+class Samples(nn.Module):
+    """Samples rows of words, by layers that may draw masks."""
+
+    def __init__(self, rate):
+        super().__init__()
+        self.words, self.up, self.down = nn.Embedding(12, 8), nn.Linear(8, 16), nn.Linear(16, 12)
+        self.drop = nn.Dropout(rate)
+
+    def forward(self, words):
+        return self.down(self.drop(torch.relu(self.up(self.drop(self.words(words))))))
+
+    def sample(self, words, count):
+        for _ in range(count):
+            chances = self(words)[:, -1].softmax(-1)
+            words = torch.cat([words, torch.multinomial(chances, 1)], 1)
+        return words
+
+
+def sampled(alone, devices, plan):
+    """What the module alone samples, and what it does over devices."""
+    tp, words = TensorParallel(copy.deepcopy(alone), devices, plan), torch.arange(10).reshape(5, 2).to(devices[0])
+    for _ in range(2):
+        for call in (alone.sample, partial(tp.call, "sample")):
+            torch.manual_seed(5)
+            with torch.no_grad():
+                yield call(words, 6)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_masks_go_on_after_a_draw_for_all_ranks(ranks):
+    torch.manual_seed(0)
+    found = sampled(Samples(0.5).double().to(cpu(1)[0]), cpu(ranks), {"down": "column_gathered"})
+    wanted, *others = found
+    assert all(torch.equal(wanted, other) for other in others)
+
+
+def test_ranks_that_share_an_accelerator_sample_in_train_mode_unless_layers_draw():
+    device, plan = cpu(1)[0], {"up": "column", "down": "row"}
+    torch.manual_seed(0)
+    wanted, *others = sampled(Samples(0.0).double().to(device), [device] * 2, plan)
+    assert all(torch.equal(wanted, other) for other in others)
+    if torch.device(device).type != "cpu":
+        with pytest.raises(RuntimeError, match="not all ranks can draw the same"):
+            list(sampled(Samples(0.5).double().to(device), [device] * 2, plan))
 
 
 @pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}, {"foreach": False}])

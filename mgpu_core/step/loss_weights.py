@@ -3,7 +3,8 @@
 ``cross_entropy`` and ``nll_loss`` are means over that weight, and not over rows.  So the sum over ranks of each loss
 times its weight, divided by the sum of the weights, is the loss of one device to the last digit, also where a rank has
 no label at all.  The functions themselves, partials of them and their modules are known.  Of any other
-function the call is watched: if the tensor that it returns is the result of one of the two, it is weighed, too.
+function the call is watched: if the tensor that it returns is the result of one of the two, or that times a number or
+in another dtype, it is weighed, too.
 """
 
 from __future__ import annotations
@@ -27,6 +28,11 @@ Weight = float | torch.Tensor
 _FUNCTIONS = (functional.cross_entropy, functional.nll_loss)
 _MODULES = (nn.CrossEntropyLoss, nn.NLLLoss)
 _IGNORED = -100  # torch's default
+_SCALES = {
+    *(torch.mul, torch.div, torch.Tensor.mul, torch.Tensor.div, torch.Tensor.__mul__, torch.Tensor.__rmul__),
+    *(torch.Tensor.__truediv__, torch.Tensor.to, torch.Tensor.float, torch.Tensor.double),
+}
+"""Functions whose result is a loss times a number, or in another dtype."""
 
 
 def reduction_of(loss_fn: Any, asked: str) -> str:
@@ -89,10 +95,9 @@ class LossWeights:
         with watch:
             result = loss_fn(output, target)
         value = result[0] if isinstance(result, tuple | list) and result else result
-        for made, args, kwargs in watch.calls:
-            if made is value:
-                self._is_torchs = True
-                return result, weight_of(*args, **kwargs)
+        if (call := watch.call_of(value)) is not None:
+            self._is_torchs = True
+            return result, weight_of(*call[0], **call[1])
         return result, None
 
     def settle(self, losses: Sequence[RankLoss]) -> None:
@@ -120,11 +125,16 @@ class LossWeights:
 
 
 class _Watch(TorchFunctionMode):
-    """Notes the calls of the losses that divide by a weight: result and arguments."""
+    """Notes the calls of the losses that divide by a weight, and their results times numbers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[Any, Any, Any]] = []
+        self._made: list[tuple[torch.Tensor, int, tuple[Any, Any]]] = []  # results, their versions, arguments
+
+    def call_of(self, value: Any) -> tuple[Any, Any] | None:
+        """Return the arguments of the call whose result this tensor is, unless it was written since."""
+        found = (call for made, version, call in self._made if made is value and made._version == version)
+        return next(found, None)
 
     def __enter__(self) -> _Watch:
         _push_mode(self)
@@ -136,7 +146,11 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func in _FUNCTIONS:
-            self.calls.append((result, args, kwargs or {}))
+            self._made.append((result, result._version, (args, kwargs or {})))
+        elif func in _SCALES:
+            calls = [each for arg in args if (each := self.call_of(arg)) is not None]
+            if calls and sum(isinstance(arg, torch.Tensor) for arg in args) == 1:
+                self._made.append((result, result._version, calls[0]))
         return result
 
 

@@ -35,6 +35,8 @@ LOSSES = {
     "lambda": lambda out, y: F.cross_entropy(out, y),
     "two steps": lambda out, y: F.nll_loss(F.log_softmax(out, 1), y),
     "weights by hand": lambda out, y: F.cross_entropy(out, y, WEIGHT.to(out.device)),
+    "twice": lambda out, y: 2 * F.cross_entropy(out, y),
+    "a part": lambda out, y: F.cross_entropy(out, y).div(4).to(torch.float64),
     "a sum": nn.CrossEntropyLoss(reduction="sum"),
     "with a number": lambda out, y: (F.cross_entropy(out, y), {"largest": out.max().detach()}),
 }
@@ -286,15 +288,37 @@ def test_soft_targets_first_and_labels_later_are_weighed(ranks):
     assert step.evaluate(x, y).item() == pytest.approx(wanted, rel=1e-12)
 
 
+def added(out, y):
+    return F.cross_entropy(out, y) + out.square().mean()
+
+
+def added_in_place(out, y):
+    loss = F.cross_entropy(out, y)
+    loss += out.square().mean()
+    return loss
+
+
+@pytest.mark.several_ranks
+@pytest.mark.parametrize("loss_fn", [added, added_in_place])
+@pytest.mark.parametrize("unlabelled", [4, 6])
+def test_a_term_of_rows_beside_labels_is_told_of(loss_fn, unlabelled, ranks):
+    """With six of nine rows without a label, some rank has none: its mean is NaN."""
+    net = net_of()
+    step = TrainStep(net, loss_fn, torch.optim.SGD(net.parameters(), lr=0.5), cpu(ranks), error_if_nonfinite=False)
+    x, y = batches()[unlabelled // 2]
+    with pytest.warns(UserWarning, match=f"the loss of all rows together is {loss_fn(net(x), y).item():.6g}, but"):
+        step(x, y)
+
+
 @pytest.mark.several_ranks
 def test_a_comparison_that_says_nothing_is_made_again(ranks):
-    """The first rank has no label in the first step, so that its loss is not a number."""
+    """The first step has no label, so that its loss is not a number."""
     net = net_of()
     step = TrainStep(
         net, lambda out, y: 0.5 * F.cross_entropy(out, y) + (out - out.mean(0)).square().mean(),
         torch.optim.SGD(net.parameters(), lr=0.01), cpu(ranks), error_if_nonfinite=False,
     )  # fmt: skip
     (x, y), *_ = batches()
-    step(x, torch.where(torch.arange(9, device=y.device) < 3, -100, y))
+    step(x, torch.full_like(y, -100))
     with pytest.warns(UserWarning, match="the loss of all rows together is"):
         step(x, y)

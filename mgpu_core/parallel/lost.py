@@ -15,7 +15,7 @@ from torch.nn import Module
 from mgpu_core.support.warnings import warn_user
 from mgpu_core.trees.layer_holders import entries_of
 from mgpu_core.trees.marks import changed, held_by, marks_of
-from mgpu_core.trees.replica_hooks import DICTIONARIES, SHARES_HOOKS
+from mgpu_core.trees.replica_hooks import DICTIONARIES, SHARES_HOOKS, users_hooks
 
 __all__ = ["Given", "SharedState", "given_attributes", "lost_attributes", "text_of_lost", "warn_lost"]
 
@@ -146,30 +146,35 @@ class SharedState:
     Args:
         module: before its ranks run.
         used_by: a loss function that is called per rank; objects that it reads are its rank's, and no state.
+        of_hooks: only what hooks alone hold.
     """
 
-    def __init__(self, module: Module, used_by: Any = None) -> None:
-        self._module, self._used_by = module, used_by
+    def __init__(self, module: Module, used_by: Any = None, *, of_hooks: bool = False) -> None:
+        self._module, self._used_by, self._of_hooks = module, used_by, of_hooks
         self._read: set[str] = set()  # the names of objects that the loss function reads
         self._before = self._now()
 
     def _now(self) -> dict[str, Any]:
         read = {id(value) for value in ({} if self._used_by is None else held_by(self._used_by)).values()}
         named: dict[str, Any] = {}
+        of_hooks: dict[str, Any] = {}
         for path, each in self._module.named_modules():
             prefix = f"{path}." if path else ""
-            found = {f"{prefix}{name}": value for name, value in vars(each).items() if name not in _TORCHS}
-            for table in DICTIONARIES:
-                for hook in (vars(each).get(table) or {}).values():
-                    held = {} if isinstance(hook, bool) else held_by(hook)
-                    found |= {f"{name} of a hook on {path or 'the module'}": value for name, value in held.items()}
-            named |= {name: value for name, value in found.items() if _is_shared(value)}
+            named |= {f"{prefix}{name}": value for name, value in vars(each).items() if name not in _TORCHS}
+            for hook in users_hooks(each):
+                place = f"of a hook on {path or 'the module'}"
+                of_hooks |= {f"{name} {place}": value for name, value in held_by(hook).items()}
+        own = set(map(id, named.values())) if self._of_hooks else set()
+        named = {} if self._of_hooks else named
+        named |= {name: value for name, value in of_hooks.items() if id(value) not in own}
+        named = {name: value for name, value in named.items() if _is_shared(value)}
         self._read |= {name for name, value in named.items() if id(value) in read}
         return marks_of(named)
 
     def changed(self) -> list[str]:
-        """Return the names of all that has changed."""
-        return changed(self._before, self._now())
+        """Return the names of all that has changed since the last time."""
+        before, self._before = self._before, self._now()
+        return changed(before, self._before)
 
     def tell(self, ranks: int, before: set[str]) -> bool:
         """Warn if so many ranks have changed some of it, again; return whether they have.

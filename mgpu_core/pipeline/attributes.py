@@ -6,7 +6,7 @@ that changes its layers once, and notes that on itself (``if not self.is_ready: 
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from enum import Enum
 from types import FunctionType, MethodType
 from typing import Any
@@ -15,8 +15,11 @@ import torch
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
+from mgpu_core.parallel.lost import SharedState
 from mgpu_core.pipeline.visits import TABLES, Border, OwnForward, attributes_of
 from mgpu_core.trees.filled import Contents, FilledCopies, holds_tensor, is_fillable
+from mgpu_core.trees.layer_holders import leads_to, rewired
+from mgpu_core.trees.replica_hooks import have_hooks, own_hooks, users_hooks
 
 __all__ = ["Before", "LaneView"]
 
@@ -56,17 +59,15 @@ class LaneView:
         self._views: dict[int, tuple[Module, Module, dict[str, Any]]] = {}  # with the attributes of the beginning
         self.copies = FilledCopies()
         self.root = self._viewed(root)
+        made = {**self.copies.of_originals, **{owner: view for owner, (_, view, _) in self._views.items()}}
         for _, view, before in self._views.values():
-            for name, value in vars(view).items():
-                if isinstance(value, MethodType) or (name in _HOOKS and value):
-                    before[name] = vars(view)[name] = self._bound(value)
-
-    def _bound(self, value: Any) -> Any:
-        """Return a method of a module as that of its view; a table of hooks with such methods in another table."""
-        if isinstance(value, MethodType):
-            return MethodType(value.__func__, self._views.get(id(value.__self__), (None, value.__self__))[1])
-        bound = {key: self._bound(hook) if isinstance(hook, MethodType) else hook for key, hook in value.items()}
-        return value if bound == value else type(value)(bound)
+            own = vars(view)
+            bound = {name: rewired(value, dict(made)) for name, value in own.items() if isinstance(value, MethodType)}
+            if have_hooks(own):  # a table that means nothing of the view stays, for hooks that the forward registers
+                tables = own_hooks(own, made)
+                bound |= {name: table for name, table in tables.items() if table != own[name]}
+            before.update(bound)
+            own.update(bound)
 
     def _viewed(self, module: Module) -> Module:
         if id(module) in self._shared:
@@ -123,6 +124,9 @@ class Before:
     Args:
         root: the module.
         devices: whose random numbers count, beside the CPU's.
+
+    Attributes:
+        of_hooks: what hooks alone hold, which all micro-batches share.
     """
 
     def __init__(self, root: Module, devices: Sequence[torch.device]) -> None:
@@ -142,11 +146,12 @@ class Before:
             if is_fillable(value)
         ]
         self._hooks = [(table, dict(table)) for each in modules for table in map(vars(each).__getitem__, _HOOKS)]
+        self.of_hooks = SharedState(root, of_hooks=True)
         self._numbers = torch.get_rng_state()
         others = [each for each in dict.fromkeys(devices) if each.type != "cpu"]
         self._of_devices = [(each, torch.get_device_module(each).get_rng_state(each)) for each in others]
 
-    def kept_of_a_batch(self, layers: Container[int]) -> dict[int, set[str]]:
+    def kept_of_a_batch(self, layers: Collection[int]) -> dict[int, set[str]]:
         """Return which modules keep something of a batch, by their ids, with the names of containers that were filled.
 
         Args:
@@ -159,9 +164,10 @@ class Before:
             is_kept = id(module) not in layers or (holds_tensor(value) and not goes_on)
             if contents.have_changed and is_kept:
                 found.setdefault(id(module), set()).add(name)
+        around = {id(each) for each, _ in self._attributes} - set(layers)
+        around |= {each for module, _, contents in self._filled if id(module) in around for each in contents.ids}
         for module in (each for each, _ in self._attributes if id(each) in layers):
-            hooks = [hook for name in _HOOKS for hook in vars(module)[name].values() if isinstance(hook, MethodType)]
-            if any(isinstance(hook.__self__, Module) and id(hook.__self__) not in layers for hook in hooks):
+            if any(leads_to(hook, around) for hook in users_hooks(module)):
                 found.setdefault(id(module), set())
         for (owner, name), (before, value) in self.changed(layers).items():
             is_new = (owner, name) in self._reset or not holds_tensor(before)

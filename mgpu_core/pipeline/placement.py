@@ -71,6 +71,10 @@ _FROM_OUTSIDE = (
     "a hook or another closure sets it on the module itself, where code between layers does not see it, but the value "
     "of the call before. Let the hook be a method of the module, or return the value"
 )
+_OF_HOOKS = (
+    "micro-batches share it, and each changes it, so code that reads it finds what another has left. Keep it in an "
+    "attribute of the module, of which each micro-batch has its own: in a dict or a list, or set by a method of it"
+)
 _RUNNING = (
     "the micro-batches of a stage go on from one another's value, so code outside of the layer reads that of any. Keep "
     "running values in a buffer that is changed in place; if it is of one batch, set it to None before the first call"
@@ -172,6 +176,7 @@ class Placement:
         self._noted: set[tuple[int, str]] = set()  # attributes that were noted so far
         self.of_last_call: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
         self._from_outside: list[tuple[int, str]] = []  # attributes that something else than a forward has set
+        self._of_hooks: set[str] = set()  # what hooks alone hold, and the first micro-batch has changed
         self._own: dict[int, set[str]] = {}  # ids of modules that keep something of a batch, with their containers
         self.in_backward: dict[torch.device, Visit] = {}
         self.waiting, self.alone = Waiting({}, ()), threading.RLock()
@@ -306,6 +311,7 @@ class Placement:
         found = before.kept_of_a_batch(self._shared)
         around = {id(each) for each in root.modules()} - self._inside
         self._from_outside = list(before.changed(around))  # this micro-batch itself has views of them
+        self._of_hooks = set(before.of_hooks.changed())
         is_new = any(owner not in self._own or names - self._own[owner] for owner, names in found.items())
         for owner, names in found.items():
             self._own[owner] = self._own.get(owner, set()) | names
@@ -368,6 +374,8 @@ class Placement:
         for keys, text in told:
             if names := named(keys):
                 warn_user(f"the forward of {type(root).__name__} assigns {names}: {text}")
+        if before is not None and (again := self._of_hooks.intersection(before.of_hooks.changed())):
+            warn_user(f"the forward of {type(root).__name__} changes {', '.join(sorted(again))}: {_OF_HOOKS}")
 
     def check(self, root: Module) -> None:
         """Raise RuntimeError if a parameter or buffer is on another device than that of its stage."""

@@ -181,6 +181,11 @@ class FilledCopies:
             self._made[id(obj)] = obj, own, entries
         return self._made[id(obj)][1]
 
+    @property
+    def of_originals(self) -> dict[int, Any]:
+        """The copies, by the ids of the originals."""
+        return {key: own for key, (_, own, _) in self._made.items()}
+
     def merge(self) -> None:
         """Add, exchange and take away entries of the originals as it was done to the copies."""
         originals = {id(own): obj for obj, own, _ in self._made.values()}

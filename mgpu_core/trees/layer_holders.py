@@ -97,7 +97,7 @@ def still_reached(copied: Module, originals: Collection[int]) -> str | None:
     """
     for path, module in copied.named_modules():
         for name, value in vars(module).items():
-            if name not in _TORCHS and leads_to(value, originals):
+            if (name not in _TORCHS or name.endswith("_hooks")) and leads_to(value, originals):
                 return f"{path}.{name}" if path else name
     return None
 

@@ -13,6 +13,7 @@ from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
 
 from mgpu_core.trees.module_tree import modules_of, parameters_of, wrapped_of
+from mgpu_core.trees.replica_hooks import rewire_hooks
 
 __all__ = ["copy_module", "leaf_like", "set_compiled", "give_attributes"]
 
@@ -39,8 +40,9 @@ def give_attributes(tensors: Iterable[torch.Tensor], copies: Iterable[torch.Tens
 def copy_module(net: M, shared: Mapping[int, Any] | None = None) -> M:
     """Return a deep copy of the module, on the same devices.
 
-    Its parameters are leaves with the attributes of the originals, which ``copy.deepcopy`` drops.  Tensors with a graph
-    that a forward has left in attributes (saved activations, weights of ``weight_norm``) are copied without it.
+    Its parameters are leaves with the attributes of the originals, which ``copy.deepcopy`` drops.  Variables of hooks
+    that are the module, or in its attributes, are those of the copy.  Tensors with a graph that a forward has left in
+    attributes (saved activations, weights of ``weight_norm``) are copied without it.
 
     Args:
         net: the module.
@@ -59,7 +61,9 @@ def copy_module(net: M, shared: Mapping[int, Any] | None = None) -> M:
             if tensor.grad_fn is not None and id(tensor) not in memo:
                 memo[id(tensor)] = tensor.detach().clone()
     try:
-        return copy.deepcopy(net, memo)
+        copied = copy.deepcopy(net, memo)
+        rewire_hooks(copied, memo)
+        return copied
     except Exception as error:
         found = _uncopied(net)
         if found is None and (text := wrapped_of(net)) is not None:

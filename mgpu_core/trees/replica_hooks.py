@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import wraps
 from types import CellType, FunctionType, MethodType
 from typing import Any, NoReturn
@@ -31,6 +31,8 @@ __all__ = [
     "hook_that_reaches",
     "keep_hooks_apart",
     "own_hooks",
+    "rewire_hooks",
+    "users_hooks",
     "weakened",
 ]
 
@@ -71,12 +73,18 @@ def have_hooks(attributes: dict[str, Any]) -> bool:
     return any(attributes.get(name) for name in DICTIONARIES)
 
 
-def own_hooks(attributes: dict[str, Any], made: dict[int, Any]) -> dict[str, Any]:
+def users_hooks(module: Module) -> list[Any]:
+    """Return the hooks of a module that are not this package's."""
+    hooks = [hook for name in DICTIONARIES for hook in (vars(module).get(name) or {}).values()]
+    return [each for each in hooks if not isinstance(each, bool) and not str(each.__module__).startswith("mgpu_core.")]
+
+
+def own_hooks(attributes: dict[str, Any], made: Mapping[int, Any]) -> dict[str, Any]:
     """Return tables of hooks for the replica of a module with hooks.
 
     Args:
         attributes: of the module.
-        made: the replica of each module, by the id of the module.
+        made: the replica of each module, by the id of the module; of a container that replicas have copies of, too.
     """
     return {
         name: OrderedDict((key, _rewired(hook, made)) for key, hook in attributes[name].items())
@@ -85,7 +93,14 @@ def own_hooks(attributes: dict[str, Any], made: dict[int, Any]) -> dict[str, Any
     }
 
 
-def _rewired(hook: Any, made: dict[int, Any]) -> Any:
+def rewire_hooks(copied: Module, made: Mapping[int, Any]) -> None:
+    """Let hooks of a copied module mean the copies, by the ids of the originals, also in variables of closures."""
+    for each in copied.modules():
+        if have_hooks(vars(each)):
+            vars(each).update(own_hooks(vars(each), made))
+
+
+def _rewired(hook: Any, made: Mapping[int, Any]) -> Any:
     if type(hook) is not FunctionType or not hook.__closure__:
         return rewired(hook, dict(made))
     return _with_cells(hook, lambda value: made.get(id(value), value))
@@ -97,9 +112,8 @@ def hook_that_reaches(replica: Module, originals: Collection[int]) -> str | None
     By an object of its own, or a container in its closure: such are shared by all ranks.
     """
     for path, module in replica.named_modules():
-        for name in DICTIONARIES:
-            if any(leads_to(hook, originals) for hook in (vars(module).get(name) or {}).values()):
-                return path or "the module"
+        if any(leads_to(hook, originals) for hook in users_hooks(module)):
+            return path or "the module"
     return None
 
 

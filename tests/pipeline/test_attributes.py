@@ -432,10 +432,77 @@ def test_methods_of_the_module_that_are_hooks_are_of_their_micro_batch(kind):
         assert same_gradients(net, whole)
 
 
-def test_a_hook_that_sets_an_attribute_of_the_module_by_its_closure_is_told_of():
+class Reads(Plain):
+    """Its output depends on what a hook on a layer has kept."""
+
+    def __init__(self):
+        super().__init__()
+        self.saved, self.kept = None, {}
+
+    def forward(self, x):
+        x = super().forward(x)
+        return x + (self.kept["it"] if self.saved is None else self.saved)
+
+
+def by_attribute(net):
+    def hook(layer, args, output):
+        net.saved = output
+
+    return hook
+
+
+def by_entry(net):
+    def hook(layer, args, output):
+        net.kept["it"] = output
+
+    return hook
+
+
+def by_dict(net):
+    kept = net.kept
+
+    def hook(layer, args, output):
+        kept["it"] = output
+
+    return hook
+
+
+@pytest.mark.filterwarnings("ignore:the forward of Reads assigns saved. each micro-batch")
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("way", [by_attribute, by_entry, by_dict])
+def test_closures_that_are_hooks_are_of_their_micro_batch(way, chunks):
+    whole, net = made(Reads), made(Reads)
+    for each in (whole, net):
+        each.blocks[1].register_forward_hook(way(each))
+    pipe = Pipeline(net, cpu(2), split_points=["blocks.2"], chunks=chunks)
+    with torch.no_grad():
+        for _ in range(3):
+            assert torch.allclose(pipe(batch()), in_turn(whole, chunks), rtol=0, atol=1e-12)
+
+
+def test_a_hook_that_fills_a_dict_of_its_own_is_told_of():
+    net, kept = made(Plain), {}
+
+    def hook(layer, args, output):
+        kept["it"] = output
+
+    net.blocks[1].register_forward_hook(hook)
+    pipe = Pipeline(net, cpu(2), split_points=["blocks.2"], chunks=3)
+    with pytest.warns(UserWarning, match=r"changes kept of a hook on blocks\.1: micro-batches share it"):
+        pipe(batch())
+
+
+def test_a_hook_that_sets_an_attribute_of_the_module_by_an_object_is_told_of():
+    class Keeps:
+        def __init__(self, net):
+            self.net = net
+
+        def __call__(self, layer, args, output):
+            self.net.saved = output
+
     net = made(Plain)
     net.saved = None
-    net.blocks[1].register_forward_hook(lambda layer, args, output: setattr(net, "saved", output))
+    net.blocks[1].register_forward_hook(Keeps(net))
     pipe = Pipeline(net, cpu(2), split_points=["blocks.2"], chunks=2)
     with pytest.warns(UserWarning, match=r"assigns saved: a hook or another closure sets it on the module itself"):
         pipe(batch())

@@ -22,6 +22,7 @@ from typing import Any
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
+from mgpu_core.parallel.lost import SharedState, given_attributes, lost_attributes
 from mgpu_core.support.warnings import warn_user
 
 __all__ = ["CallsAtOnce"]
@@ -62,9 +63,10 @@ class CallsAtOnce:
             if not alone or self._one_at_a_time or sys.getprofile() is not None:
                 yield
                 return
+            given, shared = given_attributes(self._module), SharedState(self._module)
             with _watched(self._module) as found:
                 yield
-            self._learn(branch, found)
+            self._learn(branch, {*found, *lost_attributes(given), *shared.changed()})
         finally:
             with self._changes:
                 self._running -= 1

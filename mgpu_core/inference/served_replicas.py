@@ -12,7 +12,7 @@ from torch.nn import Module
 from mgpu_core.devices.transfer import module_to
 from mgpu_core.inference.calls_at_once import CallsAtOnce
 from mgpu_core.inference.requests import Request, form_of, key_of
-from mgpu_core.parallel.lost import Given, given_attributes, lost_attributes
+from mgpu_core.parallel.lost import Given, SharedState, given_attributes, lost_attributes
 from mgpu_core.pipeline.placement import is_spread
 from mgpu_core.step.graph_cache import CudaRecorder, FailedRecordings
 from mgpu_core.support.null_context import NULL_CONTEXT
@@ -50,6 +50,7 @@ class Replica:
         self.is_compiled = any(vars(each).get("_compiled_call_impl") is not None for each in module.modules())
         self._tables = [table for each in module.modules() for table in (each._parameters, each._buffers) if len(table)]
         self._calls_to_watch = 3 if at_once is None else 0
+        self._changed: set[str] = set()  # what hooks alone hold, and calls have changed
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], request: Request, *, captured: bool) -> Any:
         """Return the outputs.
@@ -65,13 +66,15 @@ class Replica:
         """
         before = self._tensors()
         versions = [each._version for each in before]
-        given = given_attributes(self.module) if self._calls_to_watch else None
+        watch = (
+            (given_attributes(self.module), SharedState(self.module, of_hooks=True)) if self._calls_to_watch else None
+        )
         call: Callable[..., Any] = self._graphs if captured and self._graphs is not None else self._method
         with NULL_CONTEXT if self._at_once is None else self._at_once.call(request.branch):
             outputs = call(*args, **kwargs)
         self._check(before, versions)
-        if given is not None:
-            self._watch(given)
+        if watch is not None:
+            self._watch(*watch)
         return outputs
 
     def _tensors(self) -> list[torch.Tensor]:
@@ -90,9 +93,17 @@ class Replica:
             "depend on the requests before it, and on their device"
         )
 
-    def _watch(self, given: Given) -> None:
-        """Warn of attributes that the first calls assign."""
+    def _watch(self, given: Given, of_hooks: SharedState) -> None:
+        """Warn of attributes that the first calls assign, and of what hooks change in two of them."""
         self._calls_to_watch -= 1
+        now = set(of_hooks.changed())
+        if again := sorted(self._changed & now):
+            self._calls_to_watch = 0
+            warn_user(
+                f"calls of {type(self.module).__name__} change {', '.join(again)}, which all copies share: code that "
+                "reads it finds what another request has left. Keep it in an attribute of the module"
+            )
+        self._changed |= now
         if lost := lost_attributes(given):
             self._calls_to_watch = 0
             warn_user(

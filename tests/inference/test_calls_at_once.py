@@ -24,7 +24,7 @@ class Adapted(nn.Module):
         super().__init__()
         self.layers = nn.Sequential(Slow(), Slow(), Slow())
         self.weight = nn.Parameter(torch.ones(()))  # it is placed by its device
-        self.way, self.scale = way, 1.0
+        self.way, self.scale, self.numbers = way, 1.0, {}
 
     def forward(self, x, scale):
         if self.way == "attribute, restored":
@@ -39,6 +39,12 @@ class Adapted(nn.Module):
             if "for_now" in vars(self):
                 del self.for_now
             return made
+        if self.way == "entry of a dict":
+            self.numbers["scale"] = scale
+            return self.layers(x) * self.numbers["scale"]
+        if self.way == "without torch's setter":
+            vars(self)["scale"] = scale
+            return self.layers(x) * self.scale
         if self.way == "attribute of a layer":
             self.layers[1].scale = scale
             made = self.layers(x)
@@ -57,6 +63,8 @@ class Adapted(nn.Module):
 NAMES = {
     "attribute, restored": "scale",
     "attribute, deleted": "for_now",
+    "entry of a dict": "numbers",
+    "without torch's setter": "scale",
     "attribute of a layer": "layers.1.scale",
     "hook": "hooks of layers.2",
     "hook before": "hooks of layers.2",
@@ -147,3 +155,42 @@ def test_a_call_that_fails_lets_others_go_on():
         futures = [predict.submit(x, float(scale)) for scale in (1, 1, 2)]
         assert float(futures[2].result(20)) == 2
         assert [type(each.exception(20)) for each in futures] == [KeyError, KeyError, type(None)]
+
+
+class Reads(nn.Module):
+    """Its output depends on what a hook has kept."""
+
+    def __init__(self, of_module):
+        super().__init__()
+        self.layers, self.kept = nn.Sequential(Slow(), Slow()), {}
+        self.weight = nn.Parameter(torch.ones(()))
+        kept = self.kept if of_module else {}
+
+        def hook(layer, given, output):
+            kept["it"] = output
+
+        def read():
+            return kept["it"]
+
+        self.layers[0].register_forward_hook(hook)
+        self.read = None if of_module else read
+
+    def forward(self, x):
+        x = self.layers(x)
+        return x + (self.kept["it"] if self.read is None else self.read())
+
+
+def test_a_dict_that_a_hook_fills_is_each_copys():
+    x = [torch.full((1, 1), float(index), device=cpu(1)[0]) for index in range(16)]
+    with Predictor(Reads(of_module=True), cpu(3), max_batch=1, max_wait_ms=0) as predict:
+        futures = list(map(predict.submit, x))
+        assert [float(future.result(20)) for future in futures] == [2.0 * index for index in range(16)]
+
+
+def test_a_dict_that_hooks_of_all_copies_fill_is_told_of():
+    x = torch.ones(1, 1, device=cpu(1)[0])
+    text = r"calls of Reads change kept of a hook on layers\.0, which all copies share"
+    with Predictor(Reads(of_module=False), cpu(2), max_batch=1, max_wait_ms=0) as predict:
+        with pytest.warns(UserWarning, match=text):
+            for _ in range(4):
+                predict(x)

@@ -477,7 +477,7 @@ def test_closures_that_are_hooks_are_of_their_micro_batch(way, chunks):
     pipe = Pipeline(net, cpu(2), split_points=["blocks.2"], chunks=chunks)
     with torch.no_grad():
         for _ in range(3):
-            assert torch.allclose(pipe(batch()), in_turn(whole, chunks), rtol=0, atol=1e-12)
+            assert torch.allclose(pipe(batch()).cpu(), in_turn(whole, chunks).cpu(), rtol=0, atol=1e-12)
 
 
 def test_a_hook_that_fills_a_dict_of_its_own_is_told_of():

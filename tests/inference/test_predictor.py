@@ -1,6 +1,7 @@
 """Predictor: every answer is that of the net, for whoever asked, whatever else is in the batch."""
 
 import asyncio
+import itertools
 import subprocess
 import sys
 import threading
@@ -192,16 +193,15 @@ class Meets(nn.Linear):
 
     def __init__(self, barrier, call):
         super().__init__(4, 4)
-        self.meeting, self.calls = [barrier], [0, call]
+        self.meeting, self.call, self.calls = [barrier], call, itertools.count(1)
 
     def forward(self, x):
-        self.calls[0] += 1
-        if self.calls[0] == self.calls[1]:
+        if next(self.calls) == self.call:
             self.meeting[0].wait(20)
         return super().forward(x)
 
     def __deepcopy__(self, memo):
-        made = Meets(self.meeting[0], self.calls[1])
+        made = Meets(self.meeting[0], self.call)
         made.load_state_dict(self.state_dict())
         return made
 

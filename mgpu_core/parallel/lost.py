@@ -71,7 +71,6 @@ def lost_attributes(given: Given, kept_by: Module | None = None) -> list[str]:
             for name, value in vars(module).items()
             if name not in not_lost
             and value is not attributes.get(name, _ABSENT)
-            and not type(value).__module__.startswith("mgpu_core.")  # the forward of a placement
             and not _is_kept(value, path, name, kept_by)
         ]
         names += [
@@ -201,4 +200,5 @@ class SharedState:
 
 def _is_shared(value: Any) -> bool:
     """Return whether ranks share this object, and can change its contents."""
-    return not isinstance(value, Module | torch.Tensor | int | float | str | bytes | type | None)
+    is_ours = type(value).__module__.startswith("mgpu_core.")  # the forward of a placement
+    return not is_ours and not isinstance(value, Module | torch.Tensor | int | float | str | bytes | type | None)

@@ -74,16 +74,30 @@ def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     return [name for name, mark in after.items() if before.get(name) != mark]
 
 
+class _Itself:
+    """Equal to the mark of the same object alone; it is kept, so that no other one gets its id."""
+
+    __slots__ = ("_value",)
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and other._value is self._value
+
+
 def _mark(value: Any, depth: int, known: dict[int, Any]) -> Any:
     if isinstance(value, _PLAIN):
         return value
+    itself = _Itself(value)
     if isinstance(value, torch.Tensor):
-        return id(value), None if value.is_inference() else value._version
+        return itself, None if value.is_inference() else value._version
     if not depth or isinstance(value, _CODE):
-        return id(value)
+        return itself
     if id(value) not in known:
-        known[id(value)] = id(value)  # while it is marked: an object may hold itself
-        known[id(value)] = id(value), *_marks_inside(value, depth - 1, known)
+        known[id(value)] = itself  # while it is marked: an object may hold itself
+        known[id(value)] = itself, *_marks_inside(value, depth - 1, known)
     return known[id(value)]
 
 

@@ -47,17 +47,12 @@ def rank_streams(ranks: int) -> list[RankStream]:
     _first_use()
     base = int(torch.empty((), dtype=torch.int64, device="cpu").random_(2**32, generator=current_generator()))
     # The CPU generator uses 32 bits of its seed.  An odd step keeps the ranks' seeds apart, whatever the base.
-    return [RankStream((base + rank * 0x9E3779B9) % 2**32) for rank in range(ranks)]
+    return [_kind()((base + rank * 0x9E3779B9) % 2**32) for rank in range(ranks)]
 
 
 @cache
 def _first_use() -> None:
-    """Have torch import its compiler, as it does at the first operation under a mode, before ranks run.
-
-    Warn once, without the GIL, that torch before 2.13 has a race where several ranks draw random numbers.
-    """
-    with RankStream(0).entered():
-        torch.empty(0, device="cpu")
+    """Warn once, without the GIL, that torch before 2.13 has a race where several ranks draw random numbers."""
     if torch.__version__ < "2.13" and not getattr(sys, "_is_gil_enabled", lambda: True)():
         warn_user(
             f"torch {torch.__version__} has a race without the GIL: a forward in which several CPU ranks draw random "
@@ -86,7 +81,7 @@ def same_numbers(devices: Sequence[torch.device]) -> Iterator[list[RankStream]]:
 
     At the end the caller's generators have drawn as much as rank 0's.
     """
-    streams = [RankStream(0) for _ in devices]
+    streams = [_kind()(0) for _ in devices]
     for each in streams:
         each.generator.set_state(torch.get_rng_state())
     first = devices[0]
@@ -119,6 +114,11 @@ class RankStream(TorchDispatchMode):
         """Return True: a compiled module stays compiled."""
         return True
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Otherwise torch imports its compiler at the first operation: a second in everybody's first call.
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         way = _way_of(func) if self is _thread.stream else None  # a rank inside this one draws from its own
@@ -142,6 +142,20 @@ class RankStream(TorchDispatchMode):
     def entered(self) -> _Entered:
         """Return a context in which this thread draws everything from this stream."""
         return _Entered(self)
+
+
+class _UncompiledStream(RankStream):
+    """The same beside torch's compiler, which torch keeps from looking into the method."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return True
+
+    __torch_dispatch__ = RankStream.__torch_dispatch__  # an entry of this class, which torch wraps
+
+
+def _kind() -> type[RankStream]:
+    return _UncompiledStream if "torch._dynamo" in sys.modules else RankStream
 
 
 class _Entered:

@@ -101,16 +101,21 @@ class Run:
         if draws is not None and are_several:
             self.numbers = draws.begin(self.team, form)
             streams = self.numbers.streams
-        if not are_several or workers == "caller":
-            values = self._in_caller(calls, streams, are_several=are_several)
-        else:
-            outcomes = self._in_workers(calls, streams)
-            failures = list(map(_error_of, outcomes))
-            if any(failures):
-                for outcome in outcomes:
-                    outcome.error = None  # its job may live on
-                self._raise(failures)
-            values = list(map(_value_of, outcomes))
+        try:
+            if not are_several or workers == "caller":
+                values = self._in_caller(calls, streams, are_several=are_several)
+            else:
+                outcomes = self._in_workers(calls, streams)
+                failures = list(map(_error_of, outcomes))
+                if any(failures):
+                    for outcome in outcomes:
+                        outcome.error = None  # its job may live on
+                    self._raise(failures)
+                values = list(map(_value_of, outcomes))
+        except BaseException:
+            if self.numbers is not None and not self.numbers.were_used():
+                self.numbers.undo()
+            raise
         if draws is not None and self.numbers is not None:
             draws.end(self.numbers, in_threads=workers == "threads")
         return values

@@ -154,6 +154,20 @@ def test_what_draws_nothing_leaves_the_callers_numbers(ranks):
         assert torch.equal(torch.rand(2, device="cpu"), wanted)
 
 
+@pytest.mark.parametrize("workers", ["threads", "caller"])
+def test_a_forward_that_fails_leaves_the_callers_numbers(workers, ranks):
+    class Fails(nn.Module):
+        def forward(self, x):
+            raise KeyError("a batch of another kind")
+
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    for _ in range(2):
+        with pytest.raises(KeyError, match="a batch of another kind"):
+            DataParallel(Fails(), cpu(ranks), workers=workers)(torch.ones(3 * ranks, 4))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_a_loss_that_draws_is_found(ranks):
     def run():
         net = nn.Linear(4, 1, bias=False).to(cpu(1)[0])

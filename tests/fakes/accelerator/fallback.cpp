@@ -163,6 +163,11 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 }  // namespace fake
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fake::run_on_cpu>()); }
+// Composed of views otherwise, which ask for memory in order where no device's own kernel does.
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("native_group_norm", torch::CppFunction::makeFromBoxedFunction<&fake::run_on_cpu>());
+  m.impl("native_group_norm_backward", torch::CppFunction::makeFromBoxedFunction<&fake::run_on_cpu>());
+}
 TORCH_LIBRARY_IMPL(_, SparsePrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&fake::run_on_cpu>());
 }

@@ -261,12 +261,30 @@ class Visit:
         """Return the arguments of a layer on its device; containers get their own entries back after the layer."""
         here, self.device = self.device, device
         undo: Undo = []
-        self._running[-1][1].append(partial(exchanged_back, undo))
+        copies: list[tuple[torch.Tensor, torch.Tensor, int]] = []  # of arguments, with their versions before the layer
+
+        def brought(leaf: Any) -> Any:
+            made = self._brought(leaf)
+            if made is not leaf and isinstance(leaf, torch.Tensor) and not made.is_inference():
+                copies.append((leaf, made, made._version))
+            return made
+
+        self._running[-1][1].extend((partial(exchanged_back, undo), partial(self._write_back, copies)))
         try:
-            args = tuple([map_in_place(each, self._brought, undo) for each in args])
-            return args, {name: map_in_place(each, self._brought, undo) for name, each in kwargs.items()}
+            args = tuple([map_in_place(each, brought, undo) for each in args])
+            return args, {name: map_in_place(each, brought, undo) for name, each in kwargs.items()}
         finally:
             self.device = here
+
+    def _write_back(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor, int]]) -> None:
+        """Write into arguments of a layer what it has written into their copies."""
+        for tensor, copied, version in copies:
+            key = (id(tensor), copied.device, torch.is_grad_enabled())
+            if copied._version != version and self._copies.get(key, (0, None))[1] is copied:
+                back = send(copied, tensor.device)
+                hand_over([back])
+                tensor.copy_(back)
+                self._copies[key] = tensor._version, copied, tensor
 
     def _brought(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):

@@ -1,7 +1,7 @@
-"""Runs tests again on a fake accelerator: `python tests/fakes/on_the_fake.py plain|cuda [OPTION...]`.
+"""Runs tests again on a fake accelerator: `python tests/fakes/on_the_fake.py plain|zoo|cuda [OPTION...]`.
 
 Each test of the lists runs on one of the two.  The plain fake, which the torch backend serves, has those of streams,
-inference, pipelines and synchronised layers.  The fake CUDA runtime, and with MGPU_TEST_PTX=90 the kernels' PTX, have
+inference, pipelines and synchronised layers, and in a list of its own the zoo, which needs other packages.  The fake CUDA runtime, and with MGPU_TEST_PTX=90 the kernels' PTX, have
 all others.  On the CPU all of them run.  Options go to pytest.  The first run compiles; processes that do so at once
 wait for each other.
 """
@@ -40,6 +40,7 @@ LISTS = {
         "soak/test_soak_inference.py",
         "parallel/sync_batchnorm/test_sync_batchnorm.py",
     ),
+    "zoo": ("integrations/test_zoo.py",),
     "cuda": (
         "accelerator/test_explain.py",
         "accelerator/test_graphs.py",
@@ -69,7 +70,7 @@ LISTS = {
         "wrapper",
     ),
 }
-VARIABLE_OF = {"plain": "1", "cuda": "cuda"}  # the values of accelerator.WANTED
+VARIABLE_OF = {"plain": "1", "zoo": "1", "cuda": "cuda"}  # the values of accelerator.WANTED
 
 
 def fake_of(test: str) -> str:

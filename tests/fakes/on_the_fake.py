@@ -1,8 +1,8 @@
 """Runs tests again on a fake accelerator: `python tests/fakes/on_the_fake.py plain|zoo|cuda [OPTION...]`.
 
 Each test of the lists runs on one of the two.  The plain fake, which the torch backend serves, has those of streams,
-inference, pipelines and synchronised layers, and in a list of its own the zoo, which needs other packages.  The fake CUDA runtime, and with MGPU_TEST_PTX=90 the kernels' PTX, have
-all others.  On the CPU all of them run.  Options go to pytest.  The first run compiles; processes that do so at once
+inference, pipelines and synchronised layers, and in a list of its own the zoo, which needs other packages.  The fake
+CUDA runtime, and with MGPU_TEST_PTX=90 the kernels' PTX, have all others.  On the CPU all of them run.  Options go to pytest.  The first run compiles; processes that do so at once
 wait for each other.
 """
 

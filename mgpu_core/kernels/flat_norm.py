@@ -36,7 +36,8 @@ class FlatNorm:
         self._pieces = pieces_of(self._tensors)
         _, self._begins, self._counts = zip(*self._pieces, strict=True)
         tiles = max(1, _core.norm_tiles(self._pieces))
-        self._partials = torch.empty(tiles, dtype=torch.float64, device=first.device)
+        self._partials = torch.empty(tiles + 1, dtype=torch.float64, device=first.device)
+        self._counter = self._partials[tiles:].zero_()  # of a GPU's blocks; each norm leaves it at 0
         wide = torch.float64 if first.dtype == torch.float64 else torch.float32
         self._out = torch.empty((), dtype=wide, device=first.device)
         self._names = FLOATING[first.dtype], FLOATING[self._out.dtype]
@@ -59,7 +60,11 @@ class FlatNorm:
             pieces = self._pieces
             if instead is not None:
                 pieces = list(zip(map(torch.Tensor.data_ptr, instead), self._begins, self._counts, strict=True))
-            _core.l2_norm(pieces, name, self._partials.data_ptr(), self._out.data_ptr(), wide, stream)
+            try:
+                _core.l2_norm(pieces, name, self._partials.data_ptr(), self._out.data_ptr(), wide, stream)
+            except BaseException:
+                self._counter.zero_()  # some of its launches may have been made
+                raise
         return self._out
 
 

@@ -149,8 +149,17 @@ FlatBuffer flat_of(Case& made, int64_t count, int64_t segments, const std::vecto
   Array& parameters = made.add(floats(count), 4 * count, true);
   const Array &gradients = made.add(floats(count), 4 * count), &table = made.add(bytes_of(rows));
   const Array &room = made.add(bytes_of(all)), &hyper = made.add(bytes_of(groups));
-  return {parameters.as<void>(), gradients.as<void>(), count,           DType::f32, table.as<int64_t>(), segments,
-          room.as<double>(),     hyper.as<double>(),   int64_t{1},      nullptr,    nullptr};
+  return {parameters.as<void>(),
+          gradients.as<void>(),
+          count,
+          DType::f32,
+          table.as<int64_t>(),
+          segments,
+          room.as<double>(),
+          hyper.as<double>(),
+          int64_t{1},
+          nullptr,
+          nullptr};
 }
 
 template <variants::Loads kLoads, bool kOnce, int kBlocks>
@@ -192,8 +201,7 @@ Made adamw(int64_t count, int64_t segments) {
 Made sgd(int64_t count, int64_t segments) {
   using namespace variants;
   auto made = std::make_shared<Case>(Case{"sgd", std::to_string(segments) + " segments", 20 * count, {}, {}, {}});
-  const FlatBuffer flat =
-      flat_of(*made, count, segments, {1e-3, 0.9, 0, 0, 0, 0}, {1, 1e-3, 0.9, 1, 0, 1, 0, 0, 0, 0});
+  const FlatBuffer flat = flat_of(*made, count, segments, {1e-3, 0.9, 0, 0, 0, 0}, {1, 1e-3, 0.9, 1, 0, 1, 0, 0, 0, 0});
   const Sgd call{flat, made->add(floats(count), 4 * count, true).as<void>()};
   const int64_t tile = flat_tile(count);
   made->variants = {
@@ -208,8 +216,8 @@ Made sgd(int64_t count, int64_t segments) {
 Made lion(int64_t count, int64_t segments) {
   using namespace variants;
   auto made = std::make_shared<Case>(Case{"lion", std::to_string(segments) + " segments", 20 * count, {}, {}, {}});
-  const FlatBuffer flat = flat_of(*made, count, segments, {1e-4, 0.9, 0.99, 0.01, 0, 0},
-                                  {1, 1e-4, 0.1, 0.99, 0.01, 1 - 1e-6, 1, 0, 0, 0});
+  const FlatBuffer flat =
+      flat_of(*made, count, segments, {1e-4, 0.9, 0.99, 0.01, 0, 0}, {1, 1e-4, 0.1, 0.99, 0.01, 1 - 1e-6, 1, 0, 0, 0});
   const Lion call{flat, made->add(floats(count), 4 * count, true).as<void>()};
   const int64_t tile = flat_tile(count);
   made->variants = {
@@ -227,8 +235,7 @@ template <class Out, int kWidth, int kRows>
 Variant rows_variant(const char* name, const GatherRows& call) {
   const auto tiles = static_cast<uint32_t>((call.row_count + row_tile(kWidth) - 1) / row_tile(kWidth));
   const int64_t blocks = (call.index_count + kRows - 1) / kRows * tiles;
-  return {name,
-          [=] { start_kernel(name, gather_rows_kernel<Out, kWidth, kRows>, blocks, stream, call, tiles); }};
+  return {name, [=] { start_kernel(name, gather_rows_kernel<Out, kWidth, kRows>, blocks, stream, call, tiles); }};
 }
 
 Made gather_rows(int64_t rows, int64_t row_count, int64_t batch) {
@@ -406,8 +413,7 @@ void print_times(Case& made, int rounds) {
   OK(cudaMalloc(&flush, kFlush));
   OK(cudaMalloc(&from, half));
   OK(cudaMalloc(&to, half));
-  made.variants.push_back(
-      {"copy", [=] { OK(cudaMemcpyAsync(to, from, half, cudaMemcpyDeviceToDevice, stream)); }});
+  made.variants.push_back({"copy", [=] { OK(cudaMemcpyAsync(to, from, half, cudaMemcpyDeviceToDevice, stream)); }});
   cudaEvent_t begin, end;
   OK(cudaEventCreate(&begin));
   OK(cudaEventCreate(&end));
@@ -426,10 +432,11 @@ void print_times(Case& made, int rounds) {
   const double copied = times_of(ms.back()).median;
   for (size_t i = 0; i < ms.size(); ++i) {
     const Times found = times_of(ms[i]);
-    std::printf("{\"kernel\": \"%s\", \"what\": \"%s\", \"variant\": \"%s\", \"us\": %.2f, \"p90\": %.2f, "
-                "\"GBps\": %.0f, \"of_copy\": %.3f}\n",
-                made.kernel.c_str(), made.what.c_str(), made.variants[i].name.c_str(), found.median, found.p90,
-                static_cast<double>(made.nbytes) / found.median / 1e3, copied / found.median);
+    std::printf(
+        "{\"kernel\": \"%s\", \"what\": \"%s\", \"variant\": \"%s\", \"us\": %.2f, \"p90\": %.2f, "
+        "\"GBps\": %.0f, \"of_copy\": %.3f}\n",
+        made.kernel.c_str(), made.what.c_str(), made.variants[i].name.c_str(), found.median, found.p90,
+        static_cast<double>(made.nbytes) / found.median / 1e3, copied / found.median);
   }
   std::fflush(stdout);
   for (void* each : {flush, from, to}) OK(cudaFree(each));

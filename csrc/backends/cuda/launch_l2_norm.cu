@@ -36,9 +36,8 @@ void launch(const L2Norm& call, bool is_double, cudaStream_t stream) {
 void launch_l2_norm(const L2Norm& call, cudaStream_t stream) {
   if (call.out_dtype != DType::f32 && call.out_dtype != DType::f64)
     refuse_dtype("the result of l2_norm", call.out_dtype);
-  dispatch_floating<Elements>(call.dtype, "l2_norm", [&](auto one) {
-    launch<decltype(one)>(call, call.out_dtype == DType::f64, stream);
-  });
+  dispatch_floating<Elements>(call.dtype, "l2_norm",
+                              [&](auto one) { launch<decltype(one)>(call, call.out_dtype == DType::f64, stream); });
 }
 
 }  // namespace mgpu::cuda

@@ -102,9 +102,9 @@ struct Run {
   AccessPage* last_page_ = nullptr;
   uint64_t last_page_number_ = ~uint64_t{0};
   Region* last_region_ = nullptr;
-  uint64_t clock_ = 0;                                // of fences and atomics
+  uint64_t clock_ = 0;                               // of fences and atomics
   std::unordered_map<uint64_t, Releases> released_;  // by the address of the atomic
-  std::vector<Acquire> acquired_;                     // by the block that runs
+  std::vector<Acquire> acquired_;                    // by the block that runs
   std::set<std::string> reported_;
 };
 

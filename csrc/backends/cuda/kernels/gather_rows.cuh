@@ -1,5 +1,5 @@
-// Rows of uint8 by index -> normalised floats.  A block does one stretch of one row, or several short rows: the loads of
-// a thread that are on their way together are of as many rows as have room.  A row out of range becomes NaN, which
+// Rows of uint8 by index -> normalised floats.  A block does one stretch of one row, or several short rows: the loads
+// of a thread that are on their way together are of as many rows as have room.  A row out of range becomes NaN, which
 // shows in the loss: a kernel has no other way to report it in time.
 #pragma once
 
@@ -40,8 +40,7 @@ __global__ void __launch_bounds__(kThreads)
       Vector<Out, kWidth> out;
 #pragma unroll
       for (int j = 0; j < kWidth; ++j)
-        out.at[j] =
-            narrow<Out>(exists ? static_cast<float>(loaded[r][s].at[j]) * call.scale + call.shift : nanf(""));
+        out.at[j] = narrow<Out>(exists ? static_cast<float>(loaded[r][s].at[j]) * call.scale + call.shift : nanf(""));
       store<kWidth>(to + element(s), out);
     }
   }

@@ -244,7 +244,8 @@ struct Walk {
   int64_t per_block;  // elements of a block
 };
 
-// Runs `load` and `finish` over the vectors of a stretch, a thread's next one loaded before the one at hand is computed.
+// Runs `load` and `finish` over the vectors of a stretch, a thread's next one loaded before the one at hand is
+// computed.
 template <class Load, class Finish>
 __device__ __forceinline__ void for_vectors(int64_t first, int vectors, int width, Load&& load, Finish&& finish) {
   int v = threadIdx.x;

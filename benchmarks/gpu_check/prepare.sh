@@ -26,7 +26,8 @@ command -v nvcc > /dev/null || pip install --quiet --disable-pip-version-check '
 python -m pip wheel --quiet --no-deps --no-build-isolation -w "$kit" .
 cmake -S . -B "$build/cpp" -G Ninja -DMGPU_PYTHON=OFF -DMGPU_TESTS=ON -DMGPU_CUDA=on "-DMGPU_CUDA_ARCHS=$archs" \
   "-DPython_EXECUTABLE=$build/venv/bin/python" > "$build/configure.log" || { cat "$build/configure.log" && exit 1; }
-cmake --build "$build/cpp" --target test_cuda_kernels_gpu test_cuda_kernel_edges_gpu
+cmake --build "$build/cpp" --target test_cuda_kernels_gpu test_cuda_kernel_edges_gpu kernel_variants_gpu
+strip -o "$kit/cpp/kernel_variants" "$build/cpp/tests/cpp/kernel_variants_gpu"
 for name in test_cuda_kernels_gpu test_cuda_kernel_edges_gpu; do
   strip -o "$kit/cpp/$name" "$build/cpp/tests/cpp/$name"
 done

@@ -8,18 +8,60 @@
 namespace mgpu::bindings {
 namespace {
 
-using PieceTuples = std::vector<std::tuple<Pointer, int64_t, int64_t>>;  // pointer, begin, count
+// Many tensors of one dtype, which lie end to end in a flat one; those without elements are left out.
+struct Pieces {
+  DType dtype;
+  std::vector<Piece> all;
+  int64_t count = 0;  // of their elements
+};
+
+// One loop over two lists of numbers: pybind11's own conversions would cost as much as all other work per tensor.
+Pieces pieces_from(const py::list& pointers, const py::list& counts, const std::string& dtype) {
+  require(pointers.size() == counts.size(), "each tensor has a pointer and a count");
+  Pieces made{dtype_from(dtype), {}};
+  made.all.reserve(pointers.size());
+  for (size_t i = 0; i < pointers.size(); ++i) {
+    void* pointer = PyLong_AsVoidPtr(PyList_GET_ITEM(pointers.ptr(), static_cast<Py_ssize_t>(i)));
+    const int64_t count = PyLong_AsLongLong(PyList_GET_ITEM(counts.ptr(), static_cast<Py_ssize_t>(i)));
+    if (count) made.all.push_back({pointer, made.count, count});
+    made.count += count;
+  }
+  if (PyErr_Occurred()) throw py::error_already_set();
+  return made;
+}
+
+// Checked where they are used: only then it is certain that a kernel reads them.
+const std::vector<Piece>& checked(const Pieces& pieces) {
+  for (const Piece& each : pieces.all) pointer_of(reinterpret_cast<Pointer>(each.pointer), itemsize(pieces.dtype));
+  return pieces.all;
+}
+
+std::pair<Pointer, Pointer> extent_of(const Pieces& pieces, const Piece& piece) {
+  const auto begin = reinterpret_cast<Pointer>(piece.pointer);
+  return {begin, begin + static_cast<Pointer>(piece.count) * itemsize(pieces.dtype)};
+}
+
+// Returns whether a tensor has an address in common with these bytes.
+bool touches(const Pieces& pieces, Pointer begin, Pointer nbytes) {
+  return std::any_of(pieces.all.begin(), pieces.all.end(), [&](const Piece& each) {
+    const auto [first, last] = extent_of(pieces, each);
+    return first < begin + nbytes && begin < last;
+  });
+}
+
+// Returns whether no two tensors have an address in common.
+bool are_apart(const Pieces& pieces) {
+  std::vector<std::pair<Pointer, Pointer>> extents;
+  for (const Piece& each : pieces.all) extents.push_back(extent_of(pieces, each));
+  std::sort(extents.begin(), extents.end());
+  for (size_t i = 1; i < extents.size(); ++i)
+    if (extents[i].first < extents[i - 1].second) return false;
+  return true;
+}
 
 template <class T>
 T* pointer_to(Pointer pointer) {
   return static_cast<T*>(pointer_of(pointer, sizeof(T)));
-}
-
-std::vector<Piece> pieces_of(const PieceTuples& tuples, DType dtype) {
-  std::vector<Piece> pieces;
-  for (const auto& [pointer, begin, count] : tuples)
-    if (count) pieces.push_back({pointer_of(pointer, itemsize(dtype)), begin, count});
-  return pieces;
 }
 
 void bind_gather_rows(const std::tuple<Pointer, int64_t, int64_t>& rows, const std::pair<Pointer, int64_t>& index,
@@ -38,21 +80,19 @@ void bind_gather_rows(const std::tuple<Pointer, int64_t, int64_t>& rows, const s
   without_gil([&] { device_ops_of(stream).gather_rows(call, stream); });
 }
 
-Packing packing_of(const PieceTuples& pieces, const std::string& dtype, Pointer flat, const std::string& flat_dtype,
-                   double scale) {
-  const DType own = dtype_from(dtype), wanted = dtype_from(flat_dtype);
-  return {pieces_of(pieces, own), own, pointer_of(flat, itemsize(wanted)), wanted, scale};
+Packing packing_of(const Pieces& pieces, Pointer flat, const std::string& flat_dtype, double scale) {
+  const DType wanted = dtype_from(flat_dtype);
+  return {checked(pieces), pieces.dtype, pointer_of(flat, itemsize(wanted)), wanted, scale};
 }
 
-void bind_pack(const PieceTuples& pieces, const std::string& dtype, Pointer flat, const std::string& flat_dtype,
-               double scale, const Stream& stream) {
-  const Packing call = packing_of(pieces, dtype, flat, flat_dtype, scale);
+void bind_pack(const Pieces& pieces, Pointer flat, const std::string& flat_dtype, double scale, const Stream& stream) {
+  const Packing call = packing_of(pieces, flat, flat_dtype, scale);
   without_gil([&] { device_ops_of(stream).pack(call, stream); });
 }
 
-void bind_unpack(const PieceTuples& pieces, const std::string& dtype, Pointer flat, const std::string& flat_dtype,
-                 double scale, const Stream& stream) {
-  const Packing call = packing_of(pieces, dtype, flat, flat_dtype, scale);
+void bind_unpack(const Pieces& pieces, Pointer flat, const std::string& flat_dtype, double scale,
+                 const Stream& stream) {
+  const Packing call = packing_of(pieces, flat, flat_dtype, scale);
   without_gil([&] { device_ops_of(stream).unpack(call, stream); });
 }
 
@@ -73,10 +113,10 @@ void bind_scale_cast(Pointer in, const std::string& in_dtype, Pointer out, const
   without_gil([&] { device_ops_of(stream).scale_cast(call, stream); });
 }
 
-void bind_l2_norm(const PieceTuples& pieces, const std::string& dtype, Pointer partials, Pointer out,
-                  const std::string& out_dtype, const Stream& stream) {
-  const DType own = dtype_from(dtype), wide = dtype_from(out_dtype);
-  const L2Norm call{pieces_of(pieces, own), own, pointer_to<double>(partials), pointer_of(out, itemsize(wide)), wide};
+void bind_l2_norm(const Pieces& pieces, Pointer partials, Pointer out, const std::string& out_dtype,
+                  const Stream& stream) {
+  const DType wide = dtype_from(out_dtype);
+  const L2Norm call{checked(pieces), pieces.dtype, pointer_to<double>(partials), pointer_of(out, itemsize(wide)), wide};
   without_gil([&] { device_ops_of(stream).l2_norm(call, stream); });
 }
 
@@ -166,19 +206,26 @@ void bind_kernels(py::module_& m) {
         py::arg("out"), py::arg("out_dtype"), py::arg("stream"),
         "out[i] = rows[index[i]] * scale + shift; rows: (pointer, how many, elements of one), uint8; index: (pointer, "
         "count), int64.");
-  m.def("pack", &bind_pack, py::arg("pieces"), py::arg("dtype"), py::arg("flat"), py::arg("flat_dtype"),
-        py::arg("scale"), py::arg("stream"), "flat[begin + i] = piece[i] * scale; pieces: (pointer, begin, count).");
-  m.def("unpack", &bind_unpack, py::arg("pieces"), py::arg("dtype"), py::arg("flat"), py::arg("flat_dtype"),
-        py::arg("scale"), py::arg("stream"), "Compute the inverse of pack: piece[i] = flat[begin + i] * scale.");
+  py::class_<Pieces>(m, "Pieces", "Many tensors of one dtype, which lie end to end in a flat one.")
+      .def(py::init(&pieces_from), py::arg("pointers"), py::arg("counts"), py::arg("dtype"))
+      .def_readonly("count", &Pieces::count, "Their elements together.")
+      .def("touches", &touches, py::arg("begin"), py::arg("nbytes"),
+           "Return whether a tensor has an address in common with these bytes.")
+      .def("are_apart", &are_apart, "Return whether no two tensors have an address in common.");
+  m.def("pack", &bind_pack, py::arg("pieces"), py::arg("flat"), py::arg("flat_dtype"), py::arg("scale"),
+        py::arg("stream"), "flat[begin + i] = piece[i] * scale.");
+  m.def("unpack", &bind_unpack, py::arg("pieces"), py::arg("flat"), py::arg("flat_dtype"), py::arg("scale"),
+        py::arg("stream"), "Compute the inverse of pack: piece[i] = flat[begin + i] * scale.");
   m.def("sum_ranks", &bind_sum_ranks, py::arg("in_"), py::arg("out"), py::arg("count"), py::arg("dtype"), py::arg("op"),
         py::arg("stream"), "All outputs get in_[0] op in_[1] op ...");
   m.def("scale_cast", &bind_scale_cast, py::arg("in_"), py::arg("in_dtype"), py::arg("out"), py::arg("out_dtype"),
         py::arg("count"), py::arg("scale"), py::arg("stream"), "out[i] = in_[i] * scale.");
   m.def(
-      "norm_tiles", [](const PieceTuples& pieces) { return norm_tiles(pieces_of(pieces, DType::u8)); },
-      py::arg("pieces"), "Return how many partial sums, float64, l2_norm needs room for.");
-  m.def("l2_norm", &bind_l2_norm, py::arg("pieces"), py::arg("dtype"), py::arg("partials"), py::arg("out"),
-        py::arg("out_dtype"), py::arg("stream"), "Compute the root of the sum of all squares.");
+      "norm_tiles", [](const Pieces& pieces) { return norm_tiles(pieces.all); }, py::arg("pieces"),
+      "Return how many partial sums, float64, l2_norm needs room for.");
+  m.def("l2_norm", &bind_l2_norm, py::arg("pieces"), py::arg("partials"), py::arg("out"), py::arg("out_dtype"),
+        py::arg("stream"),
+        "Compute the root of the sum of all squares.  partials: norm_tiles of them, at least one, and a zero.");
   bind_optimizers(m);
 }
 

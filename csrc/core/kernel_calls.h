@@ -74,7 +74,7 @@ struct ScaleCast {
 struct L2Norm {
   std::vector<Piece> pieces;  // `begin` is not used
   DType dtype;                // floating
-  double* partials;           // norm_tiles(pieces) of them
+  double* partials;           // norm_tiles(pieces) of them, at least one; behind them one that is 0 and stays 0
   void* out;
   DType out_dtype;  // f32 or f64
 };

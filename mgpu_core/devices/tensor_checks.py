@@ -16,7 +16,7 @@ from types import NoneType
 from typing import TypeAlias
 
 import torch
-from torch._C import _dispatch_keys
+from torch._C import _dispatch_keys, _group_tensors_by_device_and_dtype
 from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor, peek_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -26,7 +26,6 @@ from mgpu_core.devices.traces import refuse_traces
 __all__ = [
     "LiesLike",
     "Memory",
-    "all_plain",
     "are_held_elsewhere",
     "are_blocks",
     "begin_alike",
@@ -39,13 +38,13 @@ __all__ = [
     "memory_view",
     "moved_between",
     "plain_keys",
+    "plain_memory",
     "readable",
     "refuse_special",
 ]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _PLAIN_TYPES = {torch.Tensor, torch.nn.Parameter}  # a Buffer is made a Tensor
-_number_of = torch._C.DispatchKeySet.raw_repr
 
 
 def refuse_special(tensor: torch.Tensor, name: str, *, sparse: bool = False) -> None:
@@ -125,19 +124,32 @@ def readable(tensor: torch.Tensor, name: str) -> torch.Tensor:
     return tensor.resolve_neg() if tensor.is_neg() else tensor
 
 
-def all_plain(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return whether all of these are plain: contiguous memory, of one real dtype and one device.
+def plain_memory(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int]] | None:
+    """Return the addresses and the numbers of elements of plain tensors; ``None`` where one of these is not plain.
 
-    The common case of long lists, decided without a name and by one loop per question, which the interpreter runs by
-    itself: ten thousand tensors take 3 ms instead of 20.
+    Plain: contiguous memory, of one real dtype and one device.  The common case of long lists, decided without a name
+    and by one loop per question, which the interpreter runs by itself: ten thousand tensors take 4 ms instead of 20.
     """
+    try:
+        if not _are_alike_and_dense(tensors):
+            return None
+        pointers, counts = list(map(torch.Tensor.data_ptr, tensors)), list(map(torch.Tensor.numel, tensors))
+    except RuntimeError:  # torch gives no address of what has no memory of its own, or gives 0
+        return None
+    if not all(pointers) and any(count and not pointer for pointer, count in zip(pointers, counts, strict=True)):
+        return None
+    return pointers, counts
+
+
+def _are_alike_and_dense(tensors: Sequence[torch.Tensor]) -> bool:
     first = tensors[0]
     return (
         set(map(type, tensors)) <= _PLAIN_TYPES
+        and keys_of(first) in plain_keys(first.device.type)
         and not first.is_complex()
-        and set(map(attrgetter("dtype"), tensors)) == {first.dtype}
-        and set(map(attrgetter("device"), tensors)) == {first.device}
-        and set(map(_number_of, map(_dispatch_keys, tensors))) <= plain_keys(first.device.type)
+        and len(_group_tensors_by_device_and_dtype([[*tensors]], False)) == 1
+        and not any(map(torch.Tensor.is_neg, tensors))
+        and not any(map(attrgetter("is_nested"), tensors))
         and all(map(torch.Tensor.is_contiguous, tensors))
     )
 
@@ -154,7 +166,7 @@ def check_writable(tensors: Sequence[torch.Tensor], names: Callable[[int], str])
             grad while grad mode is on (torch would not know of the write).
     """
     refuse_traces()
-    if len(tensors) > _FEW and all_plain(tensors) and not any(map(attrgetter("requires_grad"), tensors)):
+    if len(tensors) > _FEW and plain_memory(tensors) and not any(map(attrgetter("requires_grad"), tensors)):
         return
     for index, tensor in enumerate(tensors):
         if not _plainly_writable(tensor):

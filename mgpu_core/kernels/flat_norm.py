@@ -11,8 +11,7 @@ from mgpu_core import _core
 from mgpu_core.devices.dtypes import FLOATING
 from mgpu_core.devices.streams import HOST, core_stream
 from mgpu_core.kernels import reference
-from mgpu_core.kernels.ops import pieces_of
-from mgpu_core.kernels.tensor_arguments import as_tensors, check_floating
+from mgpu_core.kernels.tensor_arguments import check_floating, with_memory
 from mgpu_core.support.null_context import NULL_CONTEXT
 from mgpu_core.trace import tracer
 
@@ -29,19 +28,19 @@ class FlatNorm:
     """
 
     def __init__(self, tensors: Sequence[Any], *, keeps: bool = True) -> None:
-        self._tensors = as_tensors(tensors, "tensors")
+        self._tensors, pointers, self._counts = with_memory(tensors, "tensors")
         first = self._tensors[0]
         check_floating("l2_norm", first.dtype)
         self._device, self._is_on_host = first.device, first.device.type == "cpu"
-        self._pieces = pieces_of(self._tensors)
-        _, self._begins, self._counts = zip(*self._pieces, strict=True)
+        self._pieces = _core.Pieces(pointers, self._counts, FLOATING[first.dtype])
         tiles = max(1, _core.norm_tiles(self._pieces))
-        self._partials = torch.empty(tiles, dtype=torch.float64, device=first.device)
+        self._partials = torch.empty(tiles + 1, dtype=torch.float64, device=first.device)
+        self._counter = self._partials[tiles:].zero_()  # of a GPU's blocks; each norm leaves it at 0
         wide = torch.float64 if first.dtype == torch.float64 else torch.float32
         self._out = torch.empty((), dtype=wide, device=first.device)
         self._names = FLOATING[first.dtype], FLOATING[self._out.dtype]
         if not keeps:
-            self._tensors, self._pieces = [], []
+            self._tensors = []
 
     def compute(self, instead: Sequence[torch.Tensor] | None = None) -> torch.Tensor:
         """Return the norm, computed on the current stream: a scalar of :func:`l2_norm`'s dtype.
@@ -58,8 +57,12 @@ class FlatNorm:
             name, wide = self._names
             pieces = self._pieces
             if instead is not None:
-                pieces = list(zip(map(torch.Tensor.data_ptr, instead), self._begins, self._counts, strict=True))
-            _core.l2_norm(pieces, name, self._partials.data_ptr(), self._out.data_ptr(), wide, stream)
+                pieces = _core.Pieces(list(map(torch.Tensor.data_ptr, instead)), self._counts, name)
+            try:
+                _core.l2_norm(pieces, self._partials.data_ptr(), self._out.data_ptr(), wide, stream)
+            except BaseException:
+                self._counter.zero_()  # some of its launches may have been made
+                raise
         return self._out
 
 

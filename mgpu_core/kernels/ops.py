@@ -7,7 +7,6 @@ is put on the device's current stream; a device that the core has no backend for
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 from mgpu_core import _core
 from mgpu_core.devices.dtypes import FLOATING, REAL
 from mgpu_core.devices.memory import note_written
+from mgpu_core.devices.shared_memory import check_disjoint
 from mgpu_core.devices.streams import core_stream
 from mgpu_core.kernels import reference
 from mgpu_core.kernels.tensor_arguments import (
@@ -26,6 +26,7 @@ from mgpu_core.kernels.tensor_arguments import (
     check_like,
     check_outs,
     on_one_device,
+    with_memory,
 )
 from mgpu_core.trace.tracer import span
 
@@ -141,17 +142,17 @@ def pack(
         TypeError: a dtype that is not named above.
         ValueError: tensors of several dtypes or devices; an ``out`` that does not fit or shares their memory.
     """
-    sources = as_tensors(tensors, "tensors")
+    sources, pointers, counts = with_memory(tensors, "tensors")
     dtype = sources[0].dtype if dtype is None else dtype
     _check_cast("pack", sources[0].dtype, dtype, scale)
-    count = sum(tensor.numel() for tensor in sources)
-    out = _out(out, (count,), dtype, sources[0].device, sources)
+    pieces = _core.Pieces(pointers, counts, REAL[sources[0].dtype])
+    out = _out(out, (pieces.count,), dtype, sources[0].device, sources, pieces)
     stream = core_stream(out.device)
     with span("pack"):
         if stream is None:
             out.copy_(reference.pack(sources, scale, dtype))
             return out
-        _core.pack(pieces_of(sources), REAL[sources[0].dtype], out.data_ptr(), REAL[dtype], scale, stream)
+        _core.pack(pieces, out.data_ptr(), REAL[dtype], scale, stream)
         note_written([out])
     return out
 
@@ -168,17 +169,19 @@ def unpack(flat: Any, outs: Sequence[torch.Tensor], *, scale: float = 1.0) -> No
         TypeError, ValueError: as :func:`pack`; also tensors that do not have ``flat``'s elements together.
     """
     flat = as_tensor(flat, "flat")
-    targets = as_tensors(outs, "outs", written=True)
+    targets, pointers, counts = with_memory(outs, "outs", written=True)
     _check_cast("unpack", flat.dtype, targets[0].dtype, scale)
     on_one_device(flat=flat, outs=targets[0])
-    check_like(flat, "flat", (sum(tensor.numel() for tensor in targets),), flat.dtype)
-    check_outs(targets, [f"outs[{position}]" for position in range(len(targets))], [flat])
+    pieces = _core.Pieces(pointers, counts, REAL[targets[0].dtype])
+    check_like(flat, "flat", (pieces.count,), flat.dtype)
+    if pieces.touches(flat.data_ptr(), flat.nbytes) or not pieces.are_apart():
+        check_disjoint(targets, lambda position: f"outs[{position}]", [flat])
     stream = core_stream(flat.device)
     with span("unpack"):
         if stream is None:
             torch._foreach_copy_(targets, reference.unpack(flat, targets, scale))
             return
-        _core.unpack(pieces_of(targets), REAL[targets[0].dtype], flat.data_ptr(), REAL[flat.dtype], scale, stream)
+        _core.unpack(pieces, flat.data_ptr(), REAL[flat.dtype], scale, stream)
         note_written(targets)
 
 
@@ -222,20 +225,19 @@ def _check_cast(what: str, source: torch.dtype, target: torch.dtype, scale: floa
         raise TypeError(f"{what} works on {', '.join(REAL.values())}, not on {source}")
 
 
-def pieces_of(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, int]]:
-    """Return the pointer of each tensor, the index of its first element in the flat buffer, and its count."""
-    counts = list(map(torch.Tensor.numel, tensors))
-    return list(zip(map(torch.Tensor.data_ptr, tensors), accumulate(counts, initial=0), counts, strict=False))
-
-
 def _out(
     out: Any,
     shape: Sequence[int],
     dtype: torch.dtype,
     device: torch.device,
     read: Sequence[torch.Tensor],
+    pieces: _core.Pieces | None = None,
 ) -> torch.Tensor:
-    """Return where to write: fresh memory, or an ``out`` that fits and shares no memory with an input, or is one."""
+    """Return where to write: fresh memory, or an ``out`` that fits and shares no memory with an input, or is one.
+
+    Args:
+        pieces: the inputs, where they are many.
+    """
     if out is None:
         return torch.empty(tuple(shape), dtype=dtype, device=device)
     target: torch.Tensor = out if isinstance(out, torch.Tensor) else as_out(out, "out")
@@ -245,5 +247,6 @@ def _out(
             f"out must be contiguous {tuple(shape)} {dtype} on {device}, not {tuple(target.shape)} {target.dtype} on "
             f"{target.device}"
         )
-    check_outs([target], ["out"], read)
+    is_apart = pieces is not None and not pieces.touches(target.data_ptr(), target.nbytes)
+    check_outs([target], ["out"], [] if is_apart else read)
     return target

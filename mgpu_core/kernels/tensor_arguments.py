@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -11,10 +12,19 @@ from mgpu_core import _core
 from mgpu_core.devices.dtypes import FLOATING
 from mgpu_core.devices.shared_memory import check_disjoint
 from mgpu_core.devices.streams import GPU_BACKEND, HOST, core_stream
-from mgpu_core.devices.tensor_checks import all_plain, check_writable, memory_of, readable
+from mgpu_core.devices.tensor_checks import check_writable, memory_of, plain_memory, readable
 from mgpu_core.devices.traces import refuse_traces
 
-__all__ = ["as_out", "as_tensor", "as_tensors", "check_floating", "check_like", "check_outs", "on_one_device"]
+__all__ = [
+    "as_out",
+    "as_tensor",
+    "as_tensors",
+    "check_floating",
+    "check_like",
+    "check_outs",
+    "on_one_device",
+    "with_memory",
+]
 
 
 def as_tensor(array: Any, name: str) -> torch.Tensor:
@@ -70,15 +80,26 @@ def _is_read_only(array: Any) -> bool:
     return not getattr(getattr(array, "flags", None), "writeable", True) or bool(interface and interface["data"][1])
 
 
-def as_tensors(arrays: Sequence[Any], name: str, *, written: bool = False) -> list[torch.Tensor]:
-    """:func:`as_tensor` of each, or :func:`as_out`; all of one dtype and device, at least one."""
+def as_tensors(arrays: Sequence[Any], name: str) -> list[torch.Tensor]:
+    """:func:`as_tensor` of each; all of one dtype and device, at least one."""
+    return with_memory(arrays, name)[0]
+
+
+def with_memory(
+    arrays: Sequence[Any], name: str, *, written: bool = False
+) -> tuple[list[torch.Tensor], list[int], list[int]]:
+    """Return :func:`as_tensor` of each, or :func:`as_out`, their addresses, and their numbers of elements.
+
+    They are of one dtype and device, at least one.
+    """
     if isinstance(arrays, torch.Tensor) or not isinstance(arrays, Sequence):
         raise TypeError(f"{name} is a sequence of tensors, not {type(arrays).__name__}")
     refuse_traces()
     if not arrays:
         raise ValueError(f"{name} is empty: at least one tensor is wanted")
-    if type(arrays[0]) is torch.Tensor and set(map(type, arrays)) == {torch.Tensor} and all_plain(arrays):
-        return list(arrays)
+    found = plain_memory(arrays) if isinstance(arrays[0], torch.Tensor) else None
+    if found and not (written and any(map(attrgetter("requires_grad"), arrays))):
+        return list(arrays), *found
     look = as_out if written else as_tensor
     tensors = [look(array, f"{name}[{position}]") for position, array in enumerate(arrays)]
     for position, tensor in enumerate(tensors):
@@ -87,7 +108,7 @@ def as_tensors(arrays: Sequence[Any], name: str, *, written: bool = False) -> li
                 f"{name}[{position}] is {tensor.dtype} on {tensor.device}, and {name}[0] is {tensors[0].dtype} on "
                 f"{tensors[0].device}: one dtype and one device are wanted"
             )
-    return tensors
+    return tensors, list(map(torch.Tensor.data_ptr, tensors)), list(map(torch.Tensor.numel, tensors))
 
 
 def on_one_device(**tensors: torch.Tensor | None) -> torch.device:

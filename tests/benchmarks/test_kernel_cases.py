@@ -125,7 +125,7 @@ def test_every_bound_is_about_a_row_of_a_gpus_default_run(name: str) -> None:
     for bound in case.bounds:
         assert [task for task in tasks if bound.where.items() <= task.labels.items()], bound
         assert bound.peer in case.peers
-    assert len(case.bounds) == {"pack": 3, "adamw": 2, "l2_norm": 0}.get(name, 1)
+    assert len(case.bounds) == {"pack": 3, "adamw": 2}.get(name, 1)
 
 
 def test_a_gpus_default_run() -> None:

@@ -48,6 +48,30 @@ def test_special_tensors_are_refused_by_name(kind):
             call()
 
 
+@pytest.mark.parametrize("kind", SPECIAL)
+def test_a_special_tensor_among_many_is_refused_by_name(kind):
+    """Long lists are looked at by other questions than short ones."""
+    ordinary = [torch.zeros(4) for _ in range(20)]
+    for tensors in ([*ordinary, SPECIAL[kind]()], [SPECIAL[kind](), *ordinary]):
+        with pytest.raises(TypeError, match=r"sparse|nested|fake|wrapper|meta|inside a trace"):
+            kernels.pack(tensors)
+        with pytest.raises(TypeError, match=r"sparse|nested|fake|wrapper|meta|inside a trace"):
+            kernels.unpack(torch.zeros(84), tensors)
+
+
+def test_a_negated_view_among_many_is_resolved_or_refused():
+    tensors = [*(torch.ones(4) for _ in range(20)), torch._neg_view(torch.ones(4))]
+    assert kernels.pack(tensors).tolist() == [1.0] * 80 + [-1.0] * 4
+    with pytest.raises(ValueError, match=r"outs\[20\] is a lazily conjugated or negated view"):
+        kernels.unpack(torch.zeros(84), tensors)
+
+
+def test_a_transformed_tensor_among_many_is_refused():
+    ordinary = [torch.zeros(3) for _ in range(20)]
+    with pytest.raises(TypeError, match="vmap"):
+        torch.vmap(lambda x: kernels.pack([*ordinary, x]))(torch.zeros(2, 3))
+
+
 def test_functorch_tensors_are_refused():
     with pytest.raises(TypeError, match="vmap"):
         torch.vmap(lambda x: comm.broadcast(x, ["cpu"] * 2)[0])(torch.zeros(2, 3))

@@ -330,9 +330,16 @@ static double norm_of(const std::vector<Bytes>& arrays, DType dtype, DType out_d
   for (const Bytes& bytes : arrays) all.emplace_back(bytes, dtype, aligned ? 0 : between(0, phases_of(dtype) - 1));
   for (Both& each : all)
     pieces.push_back({each.device.data(), 0, static_cast<int64_t>(each.twin.size() / itemsize(dtype))});
-  auto partials = DeviceMemory<double>::unwritten(static_cast<size_t>(std::max<int64_t>(1, norm_tiles(pieces))));
+  const int64_t tiles = std::max<int64_t>(1, norm_tiles(pieces));
+  auto partials = DeviceMemory<double>::unwritten(static_cast<size_t>(tiles + 1));
+  const int64_t zero = 0;
+  int64_t counter = 1;
+  CUDA_OK(cudaMemcpy(partials.data() + tiles, &zero, sizeof zero, cudaMemcpyDefault));
   DeviceMemory<double> out(std::vector<double>(1));
   gpu().l2_norm({pieces, dtype, partials.data(), out.data(), out_dtype}, on());
+  CUDA_OK(cudaStreamSynchronize(stream));
+  CUDA_OK(cudaMemcpy(&counter, partials.data() + tiles, sizeof counter, cudaMemcpyDefault));
+  CHECK(counter == 0);  // as the next norm wants it
   if (out_dtype == DType::f64) return out.values(stream)[0];
   return as<float>(bytes_of(out.values(stream)))[0];
 }

@@ -1,5 +1,21 @@
 // One fault in each kernel, which the PTX machine must name, and kernels without a fault.  They are launched with 64
 // threads; `a` and `b` have 64 elements of 4 bytes.
+
+// Each block writes a number; the one that ends last adds them up, if fences say when they are there.
+template <bool kBefore, bool kAfter>
+__device__ void hand_over(unsigned* a, unsigned* b) {
+  __shared__ bool last;
+  if (threadIdx.x == 0) {
+    a[1 + blockIdx.x] = 7;
+    if (kBefore) __threadfence();
+    last = atomicAdd(a, 1u) == gridDim.x - 1;
+  }
+  __syncthreads();
+  if (!last) return;
+  if (kAfter) __threadfence();
+  b[threadIdx.x] = a[1] + a[2];
+}
+
 extern "C" {
 
 __global__ void right(float* a, int count) {
@@ -22,6 +38,10 @@ __global__ void right_half_shuffle(int* a) {
   if (threadIdx.x % 32 < 16) v = __shfl_down_sync(0x0000ffff, v, 1, 16);
   a[threadIdx.x] = v;
 }
+
+__global__ void right_hand_over(unsigned* a, unsigned* b) { hand_over<true, true>(a, b); }
+__global__ void hand_over_too_early(unsigned* a, unsigned* b) { hand_over<false, true>(a, b); }
+__global__ void taken_too_early(unsigned* a, unsigned* b) { hand_over<true, false>(a, b); }
 
 __global__ void load_out_of_bounds(float* a, float* b) { b[threadIdx.x] = a[threadIdx.x + 1]; }
 __global__ void store_out_of_bounds(float* a) { a[threadIdx.x + 1] = 1; }

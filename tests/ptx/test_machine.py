@@ -25,6 +25,8 @@ FAULTY = {
     "blocks_race": (2, "race of two writes"),
     "reads_a_neighbour": (1, "race of a"),
     "reads_another_block": (2, "race of a"),
+    "hand_over_too_early": (2, "race of a read with a write"),
+    "taken_too_early": (2, "race of a read with a write"),
     "shared_race": (1, ("race of a", "shared memory read before it is written")),
     "shared_race_in_a_loop": (1, "race of a"),
     "shared_uninitialized": (1, "shared memory read before it is written"),
@@ -33,7 +35,14 @@ FAULTY = {
     "barrier_after_return": (1, "barrier"),
     "incomplete_shuffle": (1, "shuffle"),
 }
-RIGHT = {"right": 2, "right_shared": 1, "right_shuffle": 1, "right_half_shuffle": 1, "blocks_race": 1}
+RIGHT = {
+    "right": 2,
+    "right_shared": 1,
+    "right_shuffle": 1,
+    "right_half_shuffle": 1,
+    "right_hand_over": 2,
+    "blocks_race": 1,
+}
 
 
 @cache

@@ -7,12 +7,25 @@ namespace mgpu::cuda {
 
 namespace {
 
-template <class Out, int kWidth>
+template <class Out, int kWidth, int kRows>
 void start(const GatherRows& call, cudaStream_t stream) {
   const int64_t tiles_per_row = (call.row_count + row_tile(kWidth) - 1) / row_tile(kWidth);
-  const int64_t tiles = tiles_per_row * call.index_count;
+  const int64_t tiles = (call.index_count + kRows - 1) / kRows * tiles_per_row;
   require(tiles <= kMostBlocks, "gather_rows: " + std::to_string(tiles) + " blocks, more than a grid has");
-  start_kernel("gather_rows_kernel", gather_rows_kernel<Out, kWidth>, tiles, stream, call, tiles_per_row);
+  start_kernel("gather_rows_kernel", gather_rows_kernel<Out, kWidth, kRows>, tiles, stream, call,
+               static_cast<uint32_t>(tiles_per_row));
+}
+
+template <class Out, int kWidth>
+void start(const GatherRows& call, cudaStream_t stream) {
+  switch (rows_of_block(call.row_count, kWidth)) {
+    case 4:
+      return start<Out, kWidth, 4>(call, stream);
+    case 2:
+      return start<Out, kWidth, 2>(call, stream);
+    default:
+      return start<Out, kWidth, 1>(call, stream);
+  }
 }
 
 template <class Out>

@@ -21,20 +21,22 @@ int common_base(const FlatBuffer& flat, const std::vector<const void*>& states) 
 
 int64_t blocks_of(int64_t count, int64_t per_block) { return (count + per_block - 1) / per_block; }
 
+template <class Call>
+void update(const char* name, void (*kernel)(Call, Walk), const Call& call, int base, cudaStream_t stream) {
+  const Walk walk{base, flat_tile(call.flat.count)};
+  start_kernel(name, kernel, blocks_of(call.flat.count, walk.per_block), stream, call, walk);
+}
 template <class T>
 void update(const Sgd& call, int base, cudaStream_t stream) {
-  start_kernel("sgd_kernel", sgd_kernel<T>, blocks_of(call.flat.count, flat_tile(call.flat.count)), stream, call, base);
+  update("sgd_kernel", sgd_kernel<T>, call, base, stream);
 }
 template <class T>
 void update(const Adam& call, int base, cudaStream_t stream) {
-  start_kernel("adam_kernel", adam_kernel<T>, blocks_of(call.flat.count, flat_tile(call.flat.count)), stream, call,
-               base);
+  update("adam_kernel", adam_kernel<T>, call, base, stream);
 }
-
 template <class T>
 void update(const Lion& call, int base, cudaStream_t stream) {
-  start_kernel("lion_kernel", lion_kernel<T>, blocks_of(call.flat.count, flat_tile(call.flat.count)), stream, call,
-               base);
+  update("lion_kernel", lion_kernel<T>, call, base, stream);
 }
 
 // `prepare` raises the steps and computes each segment's constants, which the update reads.

@@ -41,6 +41,10 @@ MGPU_HOST_DEVICE constexpr int together(int vector_nbytes) {
 
 // Elements of a row of gather_rows that one block does, `width` in an access.
 MGPU_HOST_DEVICE constexpr int row_tile(int width) { return kThreads * kLoadsInFlight * width; }
+// Returns how many rows one block of gather_rows does: 4, 2 or 1, so that each thread has loads in flight of all.
+constexpr int rows_of_block(int64_t row_count, int width) {
+  return 4 * row_count <= row_tile(width) ? 4 : 2 * row_count <= row_tile(width) ? 2 : 1;
+}
 
 // Returns how many elements come before the first index at which both arrays are on a multiple of 16 bytes; -1 if there
 // is no such index, and then elements are moved one by one.

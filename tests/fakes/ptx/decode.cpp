@@ -120,6 +120,11 @@ void Reader::decode(Instruction& instruction, const std::string& opcode, const s
     decode_call(instruction, operands);
   } else if (base == "ld" || base == "st") {
     decode_memory(instruction, parts, operands);
+  } else if (base == "atom") {
+    decode_atomic(instruction, parts, operands);
+  } else if (base == "membar") {
+    instruction.run = find_operation(operation_name(parts));
+    if (!instruction.run) lexer_.fail("unknown fence " + instruction.text);
   } else if (base == "mov") {
     decode_move(instruction, operands);
   } else if (base == "cvta") {
@@ -168,6 +173,7 @@ void Reader::decode_call(Instruction& instruction, const std::vector<std::string
 // "mov" also takes a register apart into several, or puts several together.
 void Reader::decode_move(Instruction& instruction, const std::vector<std::string>& operands) {
   const std::string &to = operands.at(0), &from = operands.at(1);
+  instruction.copies = true;
   if (to[0] == '{') {
     for (const std::string& each : items_of(to)) add_target(instruction, each);
     add_source(instruction, from, instruction.type);
@@ -232,6 +238,25 @@ bool Reader::decode_slot(Instruction& instruction, const std::string& base, cons
   return true;
 }
 
+// "[base+offset]": returns the base.
+std::string Reader::decode_address(Instruction& instruction, const std::string& bracket) {
+  if (bracket.size() < 3 || bracket[0] != '[') lexer_.fail("no address in " + instruction.text);
+  const auto address = split(bracket.substr(1, bracket.size() - 2), '+');
+  if (address.size() > 1) instruction.offset = static_cast<int64_t>(number(address[1], Type::s64));
+  return address[0];
+}
+
+// "target, [address], value"
+void Reader::decode_atomic(Instruction& instruction, const std::vector<std::string>& parts,
+                           const std::vector<std::string>& operands) {
+  instruction.space = Space::global;
+  instruction.run = find_operation(operation_name(parts));
+  if (!instruction.run || operands.size() != 3) lexer_.fail("unknown atomic " + instruction.text);
+  add_target(instruction, operands[0]);
+  add_source(instruction, decode_address(instruction, operands[1]), Type::u64);
+  add_source(instruction, operands[2], instruction.type);
+}
+
 void Reader::decode_memory(Instruction& instruction, const std::vector<std::string>& parts,
                            const std::vector<std::string>& operands) {
   const bool load = parts[0] == "ld";
@@ -246,22 +271,20 @@ void Reader::decode_memory(Instruction& instruction, const std::vector<std::stri
       instruction.space = Space::param;
     else if (part == "v2" || part == "v4")
       vector = static_cast<size_t>(part[1] - '0');
-    else if (part != "nc" && part != "wb" && part != "volatile" && type_of(part) == Type::none)
+    else if (part != "nc" && part != "wb" && part != "cs" && part != "volatile" && type_of(part) == Type::none)
       lexer_.fail("unknown access " + instruction.text);
   }
-  const std::string &bracket = operands.at(load), &value = operands.at(!load);
-  if (bracket.size() < 3 || bracket[0] != '[') lexer_.fail("no address in " + instruction.text);
-  const auto address = split(bracket.substr(1, bracket.size() - 2), '+');
-  if (address.size() > 1) instruction.offset = static_cast<int64_t>(number(address[1], Type::s64));
+  const std::string& value = operands.at(!load);
+  const std::string base = decode_address(instruction, operands.at(load));
   const auto values = value[0] == '{' ? items_of(value) : std::vector<std::string>{value};
   if (values.size() != vector) lexer_.fail("a vector of another width in " + instruction.text);
 
-  if (instruction.space == Space::param && decode_slot(instruction, address[0], values[0], load)) {
+  if (instruction.space == Space::param && decode_slot(instruction, base, values[0], load)) {
     if (instruction.offset != 0 || vector != 1) lexer_.fail("an argument in parts: " + instruction.text);
     return;
   }
   if (instruction.space == Space::param && !load) lexer_.fail("a store to a parameter");
-  add_source(instruction, address[0], Type::u64);
+  add_source(instruction, base, Type::u64);
   for (const std::string& each : values) {
     if (load)
       add_target(instruction, each);

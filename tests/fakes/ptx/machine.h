@@ -3,7 +3,9 @@
 // data races within a block and between blocks, barriers and shuffles that not all threads reach, division by zero.
 //
 // Device addresses are host addresses.  It reads the PTX that nvcc makes of this project's kernels; any other opcode is
-// an error at load time, with its line.  Not modelled: timing, streams, SASS, atomics, local memory, 2-D grids.
+// an error at load time, with its line.  Of atomics there is the addition; a block that counts itself by one, after a
+// fence, hands what it wrote over to the blocks that count after it and then fence.  Not modelled: timing, streams,
+// SASS, plain accesses to what others change by atomics, local memory, 2-D grids.
 #pragma once
 
 #include <cstddef>

@@ -139,6 +139,39 @@ LastAccess& Run::last_access(uint64_t address) {
   return last_page_->bytes[address % kPageNbytes];
 }
 
+void Run::fence(Warp& warp, uint32_t lanes) {
+  ++clock_;
+  for_lanes(lanes, [&](int lane) { warp.fenced[lane] = clock_; });
+}
+
+// The host address of what an atomic changes.  Atomics do not race with each other.
+char* Run::access_atomically(Warp& warp, const Instruction& instruction, int lane, uint64_t address, int nbytes) {
+  if (space_of(instruction.space, address) != Space::global)
+    fault("atomic outside of global memory", instruction, &warp, lane);
+  const bool find_races = machine.find_races;
+  machine.find_races = false;
+  char* at = access(warp, instruction, lane, address, nbytes, false);
+  machine.find_races = find_races;
+  const uint64_t me = uint64_t{block_number} * 1024 + static_cast<uint64_t>(warp.first_thread + lane) + 1;
+  Releases& released = released_[address];
+  acquired_.push_back({me, ++clock_, epoch, released});
+  if (warp.fenced[lane] != 0) released[block_number] = {me, epoch};
+  return at;
+}
+
+// Whether a lane may count on another block's write: a fence and an atomic of that block, then an atomic of the lane's
+// block, which the lane knows of, and a fence of the lane.
+bool Run::was_handed_over(uint64_t writer, uint32_t epoch_then, const Warp& warp, int lane) const {
+  const uint64_t me = uint64_t{block_number} * 1024 + static_cast<uint64_t>(warp.first_thread + lane) + 1;
+  for (const Acquire& each : acquired_) {
+    if (warp.fenced[lane] < each.time || (each.thread != me && each.epoch == epoch)) continue;
+    const auto found = each.released.find((writer - 1) / 1024);
+    if (found == each.released.end()) continue;
+    if (found->second.thread == writer || epoch_then < found->second.epoch) return true;
+  }
+  return false;
+}
+
 // A race: two threads, at least one of them writing, in different blocks or with no barrier of their block in between.
 // Two readers are remembered, so that one of them is not the thread that writes next.
 void Run::find_race(LastAccess& last, Warp& warp, const Instruction& instruction, int lane, bool write,
@@ -146,7 +179,9 @@ void Run::find_race(LastAccess& last, Warp& warp, const Instruction& instruction
   const uint64_t me = uint64_t{block_number} * 1024 + static_cast<uint64_t>(warp.first_thread + lane) + 1;
   const auto at = static_cast<uint32_t>(&instruction - module.code.data());
   const auto unordered = [&](uint64_t other, uint32_t then) {
-    return other != 0 && other != me && (then == epoch || (other - 1) / 1024 != block_number);
+    if (other == 0 || other == me) return false;
+    if ((other - 1) / 1024 == block_number) return then == epoch;
+    return !was_handed_over(other, then, warp, lane);
   };
   const auto report = [&](const char* kind, uint64_t other, uint32_t theirs) {
     const std::string where =

@@ -38,6 +38,7 @@ struct Instruction {
   Space space = Space::generic;
   uint8_t sources = 0, targets = 0;
   bool guarded = false, guard_is_negated = false;
+  bool copies = false;  // registers alone: a copy of one that was never written is another such, and no fault
   int guard = 0;
   int to[4] = {}, from[5] = {};
   int width[4] = {};   // bytes of the target registers

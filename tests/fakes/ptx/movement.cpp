@@ -32,6 +32,19 @@ void store(Warp& warp, const Instruction& instruction, uint32_t lanes) {
   });
 }
 
+void add_atomically(Warp& warp, const Instruction& instruction, uint32_t lanes) {
+  const uint64_t *address = warp.from(instruction.from[0]), *added = warp.from(instruction.from[1]);
+  for_lanes(lanes, [&](int lane) {
+    const uint64_t at = address[lane] + static_cast<uint64_t>(instruction.offset);
+    char* to = warp.run->access_atomically(warp, instruction, lane, at, sizeof(uint32_t));
+    uint32_t before;
+    std::memcpy(&before, to, sizeof before);
+    const uint32_t after = before + static_cast<uint32_t>(added[lane]);
+    std::memcpy(to, &after, sizeof after);
+    if (instruction.targets) warp.to(instruction.to[0])[lane] = before;
+  });
+}
+
 uint64_t low_bits(int bits) { return bits == 64 ? ~uint64_t{0} : (uint64_t{1} << bits) - 1; }
 
 void unpack(Warp& warp, const Instruction& instruction, uint32_t lanes) {
@@ -66,6 +79,8 @@ void select(Warp& warp, const Instruction& instruction, uint32_t lanes) {
 void add_data_movement(Operations& all) {
   all["ld"] = load;
   all["st"] = store;
+  all["atom.global.add.u32"] = add_atomically;
+  all["membar.gl"] = [](Warp& warp, const Instruction&, uint32_t lanes) { warp.run->fence(warp, lanes); };
   all["pack"] = pack;
   all["unpack"] = unpack;
   UNARY("mov", uint64_t, a);

@@ -56,6 +56,8 @@ class Reader {
   void decode_shuffle(Instruction&, const std::vector<std::string>& parts, const std::vector<std::string>& operands);
   void decode_call(Instruction&, const std::vector<std::string>& operands);
   void decode_memory(Instruction&, const std::vector<std::string>& parts, const std::vector<std::string>& operands);
+  void decode_atomic(Instruction&, const std::vector<std::string>& parts, const std::vector<std::string>& operands);
+  std::string decode_address(Instruction& instruction, const std::string& bracket);
   bool decode_slot(Instruction&, const std::string& base, const std::string& value, bool load);
   void decode_move(Instruction&, const std::vector<std::string>& operands);
   void decode_convert(Instruction&, const std::vector<std::string>& parts, const std::vector<std::string>& operands);

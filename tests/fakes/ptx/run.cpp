@@ -111,14 +111,18 @@ bool Run::step(Warp& warp, Group& group) {
   }
   machine.statistics.lane_instructions += static_cast<unsigned>(__builtin_popcount(lanes));
   instruction.count += lanes != 0;
+  uint32_t known = lanes;  // whose sources were written
   for (int i = 0; i < instruction.sources; ++i)
-    if (instruction.from[i] >= 0 && (lanes & ~warp.written[instruction.from[i]]))
-      fault("register read before it is written", instruction, &warp,
-            __builtin_ctz(lanes & ~warp.written[instruction.from[i]]), false);
+    if (instruction.from[i] >= 0) known &= warp.written[instruction.from[i]];
+  if (known != lanes && !instruction.copies)
+    fault("register read before it is written", instruction, &warp, __builtin_ctz(lanes & ~known), false);
 
   switch (instruction.kind) {
     case Kind::plain:
-      for (int i = 0; i < instruction.targets; ++i) warp.written[instruction.to[i]] |= lanes;
+      for (int i = 0; i < instruction.targets; ++i) {
+        uint32_t& written = warp.written[instruction.to[i]];
+        written = instruction.copies ? (written & ~lanes) | known : written | lanes;
+      }
       if (lanes) instruction.run(warp, instruction, lanes);
       ++group.at;
       return true;
@@ -176,6 +180,7 @@ void Run::start_warp(Warp& warp, int index) {
   warp.ready = {{static_cast<uint32_t>(kernel.first), warp.alive, {}}};
   warp.at_barrier.clear();
   warp.at_shuffle.clear();
+  std::fill(std::begin(warp.fenced), std::end(warp.fenced), 0);
   for (const auto& [name, row] : module.specials) {
     const uint64_t first = name == "%tid.x" ? static_cast<uint64_t>(warp.first_thread) : 0;
     const bool counts = name == "%tid.x" || name == "%laneid";
@@ -223,6 +228,7 @@ void Run::step_across_barrier() {
 void Run::run_block(uint32_t number) {
   block_number = number;
   ++epoch;
+  acquired_.clear();
   shared.assign(module.shared_nbytes, static_cast<char>(0xdb));
   shared_initialized.assign(module.shared_nbytes, 0);
   shared_accesses.assign(module.shared_nbytes, LastAccess());

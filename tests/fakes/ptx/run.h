@@ -26,6 +26,7 @@ struct Warp {
   std::vector<uint64_t> rows;     // registers, kLanes values each
   std::vector<uint32_t> written;  // of each row, the lanes that were written
   std::vector<Group> ready, at_barrier, at_shuffle;
+  uint64_t fenced[kLanes];  // when each lane fenced last, by the run's clock; 0: never
 
   uint64_t* to(int row) { return rows.data() + row * kLanes; }
   const uint64_t* from(int row) const;
@@ -36,6 +37,18 @@ struct LastAccess {
   uint64_t writer = 0, reader = 0, other_reader = 0;
   uint32_t writer_epoch = 0, reader_epoch = 0;
   uint32_t writer_instruction = 0, reader_instruction = 0, other_instruction = 0;
+};
+// What a block hands over by an atomic: all that this thread wrote, and the others of its block before this epoch.
+struct Release {
+  uint64_t thread;
+  uint32_t epoch;
+};
+using Releases = std::unordered_map<uint64_t, Release>;  // by block
+// A thread's atomic, by which it learns what others have handed over.
+struct Acquire {
+  uint64_t thread, time;
+  uint32_t epoch;
+  Releases released;
 };
 constexpr uint64_t kPageNbytes = 4096;
 struct AccessPage {
@@ -53,6 +66,8 @@ struct Run {
 
   // memory.cpp: the host address of `nbytes` at an address, after every check.
   char* access(Warp& warp, const Instruction& instruction, int lane, uint64_t address, int nbytes, bool write);
+  char* access_atomically(Warp& warp, const Instruction& instruction, int lane, uint64_t address, int nbytes);
+  void fence(Warp& warp, uint32_t lanes);
   void fault(const std::string& what, const Instruction& instruction, const Warp* warp, int lane, bool traps = true);
 
   Machine& machine;
@@ -81,11 +96,15 @@ struct Run {
   Region* region_of(Warp&, const Instruction&, int lane, uint64_t address, int nbytes, bool write);
   void find_race(LastAccess& last, Warp&, const Instruction&, int lane, bool write, uint64_t address, bool is_shared);
   LastAccess& last_access(uint64_t address);
+  bool was_handed_over(uint64_t writer, uint32_t epoch_then, const Warp& warp, int lane) const;
 
   std::unordered_map<uint64_t, std::unique_ptr<AccessPage>> pages_;
   AccessPage* last_page_ = nullptr;
   uint64_t last_page_number_ = ~uint64_t{0};
   Region* last_region_ = nullptr;
+  uint64_t clock_ = 0;                               // of fences and atomics
+  std::unordered_map<uint64_t, Releases> released_;  // by the address of the atomic
+  std::vector<Acquire> acquired_;                    // by the block that runs
   std::set<std::string> reported_;
 };
 

@@ -1,5 +1,6 @@
-// The sum of squares of many arrays, in a fixed order: every tile of every array has its own partial sum, and one block
-// adds these up at the end.  No atomics, so the bits are the same in every run.
+// The sum of squares of many arrays, in a fixed order: every tile of every array has its own partial sum, and the block
+// that ends last adds these up.  It is known by a counter; what it adds, and in which order, does not depend on which
+// block it is, so the bits are the same in every run.
 //
 // Most GPUs have one float64 unit for 32 or 64 of float32, so a thread adds up in pairs of float32 (high + low, about
 // 44 bits), and float64 begins with the sum of the block.  References: T. J. Dekker, "A floating-point technique for
@@ -69,11 +70,53 @@ __device__ __forceinline__ void add_squares(const T* in, const Extent& extent, S
   if (threadIdx.x < extent.tail) sum.add(in[extent.head + extent.vectors * kWidth + threadIdx.x]);
 }
 
-// Tile t of the launch, of `tile_count` elements, into partials[t].
+// Where the partial sums of all launches meet.
+struct NormEnd {
+  double* partials;
+  int64_t count;      // of them
+  uint32_t* counter;  // of the blocks that have ended: 0 before the first launch, and 0 again after the last one
+  void* out;
+  bool is_double;  // the result
+};
+
+// Returns, to all threads of the block, whether every other block of the norm has written its partial sum.
+__device__ __forceinline__ bool is_last(const NormEnd& norm) {
+  __shared__ bool last;
+  if (threadIdx.x == 0) {
+    __threadfence();  // the partial sum is there before the counter says so
+    last = atomicAdd(norm.counter, 1u) == norm.count - 1;
+  }
+  __syncthreads();
+  if (last) __threadfence();
+  return last;
+}
+
+// Each thread's sums in the order of the tiles, sixteen loads on their way together; then the block's.
+__device__ __forceinline__ void finish_norm(const NormEnd& norm) {
+  constexpr int kTogether = 16;
+  double sum = 0;
+  for (int64_t i = threadIdx.x; i < norm.count; i += kTogether * kThreads) {
+    double some[kTogether];
+#pragma unroll
+    for (int k = 0; k < kTogether; ++k) some[k] = i + k * kThreads < norm.count ? norm.partials[i + k * kThreads] : 0;
+#pragma unroll
+    for (int k = 0; k < kTogether; ++k) sum += some[k];
+  }
+  const double total = sqrt(block_sum(sum));
+  if (threadIdx.x != 0) return;
+  if (norm.is_double)
+    *static_cast<double*>(norm.out) = total;
+  else
+    *static_cast<float*>(norm.out) = static_cast<float>(total);
+  *norm.counter = 0;
+}
+
+// Tile t of the launch, of `tile_count` elements, into partial sum first_partial + t.
 template <class T, int kMoves>
 __global__ void __launch_bounds__(kThreads)
-    squares_kernel(const __grid_constant__ MoveTable<kMoves> table, int64_t tile_count, double* partials) {
-  const int index = owner_of(table.first_tile, table.count, blockIdx.x);
+    squares_kernel(const __grid_constant__ MoveTable<kMoves> table, int64_t tile_count, int64_t first_partial,
+                   const __grid_constant__ NormEnd norm) {
+  const int index = move_of(table, blockIdx.x);
   const Move& move = table.moves[index];
   const int64_t begin = (blockIdx.x - table.first_tile[index]) * tile_count;
   const int64_t count = begin + tile_count < move.count ? tile_count : move.count - begin;
@@ -97,16 +140,8 @@ __global__ void __launch_bounds__(kThreads)
     }
   }
   const double total = block_sum(mine);
-  if (threadIdx.x == 0) partials[blockIdx.x] = total;
-}
-
-// One block.
-template <class Out>
-__global__ void __launch_bounds__(kThreads) root_kernel(const double* partials, int64_t count, Out* out) {
-  double sum = 0;
-  for (int64_t i = threadIdx.x; i < count; i += kThreads) sum += partials[i];
-  const double total = block_sum(sum);
-  if (threadIdx.x == 0) *out = static_cast<Out>(sqrt(total));
+  if (threadIdx.x == 0) norm.partials[first_partial + blockIdx.x] = total;
+  if (is_last(norm)) finish_norm(norm);
 }
 
 }  // namespace mgpu::cuda

@@ -98,81 +98,117 @@ __global__ void __launch_bounds__(kThreads) prepare_lion_kernel(const __grid_con
   row[kLionFactor] = factor_of(call.flat, group[kLionMaximize] != 0);
 }
 
+// What a thread reads of each buffer before it computes, and then the arithmetic: apart, so that the loads of the next
+// elements are on their way meanwhile.
 template <class T, int kWidth>
-__device__ __forceinline__ void sgd_at(const Sgd& call, const Widened<T>* constants, int64_t i) {
+struct SgdVectors {
+  Vector<T, kWidth> parameter, gradient, momentum;
+};
+// Returns null where the segment keeps no momentum.
+template <class T>
+__device__ __forceinline__ T* momenta_of(const Sgd& call, const Widened<T>* constants) {
+  return constants[kSgdKeep] != 0 ? static_cast<T*>(call.momentum) : nullptr;
+}
+template <int kWidth, class T>
+__device__ __forceinline__ SgdVectors<T, kWidth> read(const Sgd& call, const Widened<T>* constants, int64_t i, T) {
+  const T* momenta = momenta_of<T>(call, constants);
+  SgdVectors<T, kWidth> in;
+  in.parameter = load<kWidth>(static_cast<const T*>(call.flat.parameters) + i);
+  in.gradient = load<kWidth>(static_cast<const T*>(call.flat.gradients) + i);
+  in.momentum = momenta ? load<kWidth>(momenta + i) : Vector<T, kWidth>{};
+  return in;
+}
+template <int kWidth, class T>
+__device__ __forceinline__ void update(const Sgd& call, const Widened<T>* constants, int64_t i,
+                                       SgdVectors<T, kWidth> in) {
   using Wide = Widened<T>;
-  T* parameters = static_cast<T*>(call.flat.parameters) + i;
-  const bool keeps = call.momentum != nullptr && constants[kSgdKeep] != 0, first = constants[kSgdFirst] != 0,
-             nesterov = constants[kSgdNesterov] != 0;
-  T* momenta = keeps ? static_cast<T*>(call.momentum) + i : nullptr;
-  auto parameter = load<kWidth>(parameters);
-  const auto gradient = load<kWidth>(static_cast<const T*>(call.flat.gradients) + i);
-  Vector<T, kWidth> momentum = {};
-  if (keeps) momentum = load<kWidth>(momenta);
+  T* momenta = momenta_of<T>(call, constants);
+  const bool first = constants[kSgdFirst] != 0, nesterov = constants[kSgdNesterov] != 0;
 #pragma unroll
   for (int k = 0; k < kWidth; ++k) {
-    const Wide p = widen<Wide>(parameter.at[k]);
-    Wide g = widen<Wide>(gradient.at[k]) * constants[kSgdFactor] + constants[kSgdDecay] * p;
-    if (keeps) {
-      const Wide kept = widen<Wide>(momentum.at[k]);
+    const Wide p = widen<Wide>(in.parameter.at[k]);
+    Wide g = widen<Wide>(in.gradient.at[k]) * constants[kSgdFactor] + constants[kSgdDecay] * p;
+    if (momenta) {
+      const Wide kept = widen<Wide>(in.momentum.at[k]);
       const Wide m = first ? g : constants[kSgdKeep] * kept + constants[kSgdFresh] * g;
-      momentum.at[k] = narrow<T>(m);
+      in.momentum.at[k] = narrow<T>(m);
       g = nesterov ? g + constants[kSgdKeep] * m : m;
     }
-    parameter.at[k] = narrow<T>(p - constants[kSgdRate] * g);
+    in.parameter.at[k] = narrow<T>(p - constants[kSgdRate] * g);
   }
-  if (keeps) store<kWidth>(momenta, momentum);
-  store<kWidth>(parameters, parameter);
+  if (momenta) store<kWidth>(momenta + i, in.momentum);
+  store<kWidth>(static_cast<T*>(call.flat.parameters) + i, in.parameter);
 }
 
 template <class T, int kWidth>
-__device__ __forceinline__ void adam_at(const Adam& call, const Widened<T>* constants, int64_t i) {
+struct AdamVectors {
+  Vector<T, kWidth> parameter, gradient, average, square, most;
+};
+template <int kWidth, class T>
+__device__ __forceinline__ AdamVectors<T, kWidth> read(const Adam& call, const Widened<T>*, int64_t i, T) {
+  AdamVectors<T, kWidth> in;
+  in.parameter = load<kWidth>(static_cast<const T*>(call.flat.parameters) + i);
+  in.average = load<kWidth>(static_cast<const T*>(call.exp_avg) + i);
+  in.square = load<kWidth>(static_cast<const T*>(call.exp_avg_sq) + i);
+  in.gradient = load<kWidth>(static_cast<const T*>(call.flat.gradients) + i);
+  in.most = call.max_exp_avg_sq ? load<kWidth>(static_cast<const T*>(call.max_exp_avg_sq) + i) : Vector<T, kWidth>{};
+  return in;
+}
+template <int kWidth, class T>
+__device__ __forceinline__ void compute(const Widened<T>* constants, bool amsgrad, AdamVectors<T, kWidth>& in) {
   using Wide = Widened<T>;
-  T *parameters = static_cast<T*>(call.flat.parameters) + i, *averages = static_cast<T*>(call.exp_avg) + i;
-  T* squares = static_cast<T*>(call.exp_avg_sq) + i;
-  T* largest = call.max_exp_avg_sq ? static_cast<T*>(call.max_exp_avg_sq) + i : nullptr;
-  auto parameter = load<kWidth>(parameters), average = load<kWidth>(averages), square = load<kWidth>(squares);
-  const auto gradient = load<kWidth>(static_cast<const T*>(call.flat.gradients) + i);
-  Vector<T, kWidth> most = {};
-  if (largest) most = load<kWidth>(largest);
 #pragma unroll
   for (int k = 0; k < kWidth; ++k) {
-    const Wide p = widen<Wide>(parameter.at[k]) * constants[kShrink];
-    const Wide g = widen<Wide>(gradient.at[k]) * constants[kAdamFactor] + constants[kAdamDecay] * p;
-    const Wide before = widen<Wide>(average.at[k]);
+    const Wide p = widen<Wide>(in.parameter.at[k]) * constants[kShrink];
+    const Wide g = widen<Wide>(in.gradient.at[k]) * constants[kAdamFactor] + constants[kAdamDecay] * p;
+    const Wide before = widen<Wide>(in.average.at[k]);
     const Wide m = before + constants[kFresh1] * (g - before);
-    Wide v = widen<Wide>(square.at[k]) * constants[kKeep2] + constants[kFresh2] * g * g;
-    average.at[k] = narrow<T>(m);
-    square.at[k] = narrow<T>(v);
-    if (largest) {
-      const Wide so_far = widen<Wide>(most.at[k]);
+    Wide v = widen<Wide>(in.square.at[k]) * constants[kKeep2] + constants[kFresh2] * g * g;
+    in.average.at[k] = narrow<T>(m);
+    in.square.at[k] = narrow<T>(v);
+    if (amsgrad) {
+      const Wide so_far = widen<Wide>(in.most.at[k]);
       v = so_far > v ? so_far : v;
-      most.at[k] = narrow<T>(v);
+      in.most.at[k] = narrow<T>(v);
     }
-    parameter.at[k] = narrow<T>(p - constants[kStepSize] * (m / (sqrt(v) / constants[kRoot2] + constants[kAdamEps])));
+    in.parameter.at[k] =
+        narrow<T>(p - constants[kStepSize] * (m / (sqrt(v) / constants[kRoot2] + constants[kAdamEps])));
   }
-  store<kWidth>(averages, average);
-  store<kWidth>(squares, square);
-  if (largest) store<kWidth>(largest, most);
-  store<kWidth>(parameters, parameter);
+}
+template <int kWidth, class T>
+__device__ __forceinline__ void update(const Adam& call, const Widened<T>* constants, int64_t i,
+                                       AdamVectors<T, kWidth> in) {
+  compute<kWidth, T>(constants, call.max_exp_avg_sq != nullptr, in);
+  store<kWidth>(static_cast<T*>(call.exp_avg) + i, in.average);
+  store<kWidth>(static_cast<T*>(call.exp_avg_sq) + i, in.square);
+  if (call.max_exp_avg_sq) store<kWidth>(static_cast<T*>(call.max_exp_avg_sq) + i, in.most);
+  store<kWidth>(static_cast<T*>(call.flat.parameters) + i, in.parameter);
 }
 
 template <class T, int kWidth>
-__device__ __forceinline__ void lion_at(const Lion& call, const Widened<T>* constants, int64_t i) {
+struct LionVectors {
+  Vector<T, kWidth> parameter, gradient, average;
+};
+template <int kWidth, class T>
+__device__ __forceinline__ LionVectors<T, kWidth> read(const Lion& call, const Widened<T>*, int64_t i, T) {
+  return {load<kWidth>(static_cast<const T*>(call.flat.parameters) + i),
+          load<kWidth>(static_cast<const T*>(call.flat.gradients) + i),
+          load<kWidth>(static_cast<const T*>(call.exp_avg) + i)};
+}
+template <int kWidth, class T>
+__device__ __forceinline__ void update(const Lion& call, const Widened<T>* constants, int64_t i,
+                                       LionVectors<T, kWidth> in) {
   using Wide = Widened<T>;
-  T *parameters = static_cast<T*>(call.flat.parameters) + i, *averages = static_cast<T*>(call.exp_avg) + i;
-  auto parameter = load<kWidth>(parameters), average = load<kWidth>(averages);
-  const auto gradient = load<kWidth>(static_cast<const T*>(call.flat.gradients) + i);
 #pragma unroll
   for (int k = 0; k < kWidth; ++k) {
-    const Wide g = widen<Wide>(gradient.at[k]) * constants[kLionFactor], m = widen<Wide>(average.at[k]);
+    const Wide g = widen<Wide>(in.gradient.at[k]) * constants[kLionFactor], m = widen<Wide>(in.average.at[k]);
     const Wide way = m + constants[kLionFresh1] * (g - m), rate = constants[kLionRate];
     const Wide move = way > 0 ? rate : way < 0 ? -rate : Wide{0};
-    parameter.at[k] = narrow<T>(widen<Wide>(parameter.at[k]) * constants[kLionShrink] - move);
-    average.at[k] = narrow<T>(m * constants[kLionKeep2] + constants[kLionFresh2] * g);
+    in.parameter.at[k] = narrow<T>(widen<Wide>(in.parameter.at[k]) * constants[kLionShrink] - move);
+    in.average.at[k] = narrow<T>(m * constants[kLionKeep2] + constants[kLionFresh2] * g);
   }
-  store<kWidth>(averages, average);
-  store<kWidth>(parameters, parameter);
+  store<kWidth>(static_cast<T*>(call.exp_avg) + i, in.average);
+  store<kWidth>(static_cast<T*>(call.flat.parameters) + i, in.parameter);
 }
 
 // One segment's constants after another, in shared memory.  While the block works on a segment, its first threads hold
@@ -202,12 +238,33 @@ class SegmentConstants {
   Widened<T> next_;
 };
 
-// Runs `vector` and `single` over the elements [begin, end) of a segment.  `base` is the address of element 0 of every
-// buffer, modulo 16 bytes; -1: they differ, so there are no vectors.
-template <class T, class OnVector, class OnSingle>
-__device__ __forceinline__ void for_elements(int64_t begin, int64_t end, int base, OnVector&& vector,
-                                             OnSingle&& single) {
+// How a kernel goes over its elements.
+struct Walk {
+  int base;           // the address of element 0 of every buffer, modulo 16 bytes; -1: they differ: no vectors
+  int64_t per_block;  // elements of a block
+};
+
+// Runs `load` and `finish` over the vectors of a stretch, a thread's next one loaded before the one at hand is
+// computed.
+template <class Load, class Finish>
+__device__ __forceinline__ void for_vectors(int64_t first, int vectors, int width, Load&& load, Finish&& finish) {
+  int v = threadIdx.x;
+  decltype(load(int64_t{})) next;
+  if (v < vectors) next = load(first + v * width);
+#pragma unroll 1
+  for (; v < vectors; v += kThreads) {
+    const auto mine = next;
+    if (v + kThreads < vectors) next = load(first + (v + kThreads) * width);
+    finish(first + v * width, mine);
+  }
+}
+
+// Updates the elements [begin, end) of a segment.
+template <class T, class Call>
+__device__ __forceinline__ void for_elements(const Call& call, const Widened<T>* constants, int64_t begin, int64_t end,
+                                             int base) {
   constexpr int kWidth = vector_width(sizeof(T), sizeof(T));
+  const auto single = [&](int64_t i) { update<1, T>(call, constants, i, read<1>(call, constants, i, T{})); };
   const uint64_t address = base + begin * static_cast<int64_t>(sizeof(T));
   const int head = base < 0 ? -1 : common_head(address, sizeof(T), address, sizeof(T));
   const Extent extent = extent_of(end - begin, head, kWidth);
@@ -215,66 +272,61 @@ __device__ __forceinline__ void for_elements(int64_t begin, int64_t end, int bas
     for (int64_t i = begin + threadIdx.x; i < end; i += kThreads) single(i);
     return;
   }
-  const int vectors = static_cast<int>(extent.vectors);  // of a tile
-  const int64_t first = begin + extent.head;
-#pragma unroll 1
-  for (int v = threadIdx.x; v < vectors; v += kThreads) vector(first + v * kWidth);
+  for_vectors(
+      begin + extent.head, static_cast<int>(extent.vectors), kWidth,
+      [&](int64_t i) { return read<kWidth>(call, constants, i, T{}); },
+      [&](int64_t i, const auto& in) { update<kWidth, T>(call, constants, i, in); });
   if (threadIdx.x < extent.head) single(begin + threadIdx.x);
   if (threadIdx.x < extent.tail) single(end - extent.tail + threadIdx.x);
 }
 
-// Runs `vector` and `single` over the elements of the block's tile, segment by segment.
-template <class T, class OnVector, class OnSingle>
-__device__ __forceinline__ void for_segments(const FlatBuffer& flat, int base, OnVector&& vector, OnSingle&& single) {
+// Runs `visit(constants, begin, end)` over the block's elements, segment by segment.
+template <class T, class Visit>
+__device__ __forceinline__ void for_segments(const FlatBuffer& flat, int64_t per_block, Visit&& visit) {
   __shared__ typename SegmentConstants<T>::Rows rows;
-  const int64_t tile = flat_tile(flat.count), tile_begin = int64_t{blockIdx.x} * tile;
-  const int64_t tile_end = tile_begin + tile < flat.count ? tile_begin + tile : flat.count;
-  int64_t index = segment_at(flat.segments, flat.segment_count, kSegmentColumns, tile_begin);
+  const int64_t block_begin = int64_t{blockIdx.x} * per_block;
+  const int64_t block_end = block_begin + per_block < flat.count ? block_begin + per_block : flat.count;
+  int64_t index = segment_at(flat.segments, flat.segment_count, kSegmentColumns, block_begin);
   SegmentConstants<T> constants(flat, rows);
   constants.load(index);
   constants.store(index);
   for (; index < flat.segment_count; ++index) {
     const int64_t* segment = flat.segments + index * kSegmentColumns;
     const int64_t segment_begin = segment[kBegin], segment_end = segment_begin + segment[kCount];
-    if (segment_begin >= tile_end) return;
+    if (segment_begin >= block_end) return;
     constants.load(index + 1);
     const Widened<T>* mine = constants.of(index);
-    const int64_t begin = segment_begin > tile_begin ? segment_begin : tile_begin;
-    const int64_t end = segment_end < tile_end ? segment_end : tile_end;
-    if (mine[0] != 0)
-      for_elements<T>(begin, end, base, [&](int64_t i) { vector(mine, i); }, [&](int64_t i) { single(mine, i); });
+    const int64_t begin = segment_begin > block_begin ? segment_begin : block_begin;
+    const int64_t end = segment_end < block_end ? segment_end : block_end;
+    if (mine[0] != 0) visit(mine, begin, end);
     constants.store(index + 1);
   }
 }
 
-template <class T>
-__global__ void __launch_bounds__(kThreads) sgd_kernel(const __grid_constant__ Sgd call, int base) {
-  constexpr int kWidth = vector_width(sizeof(T), sizeof(T));
-  for_segments<T>(
-      call.flat, base, [&](const auto* constants, int64_t i) { sgd_at<T, kWidth>(call, constants, i); },
-      [&](const auto* constants, int64_t i) { sgd_at<T, 1>(call, constants, i); });
+template <class T, class Call>
+__device__ __forceinline__ void for_block(const Call& call, const Walk& walk) {
+  for_segments<T>(call.flat, walk.per_block, [&](const auto* constants, int64_t begin, int64_t end) {
+    for_elements<T>(call, constants, begin, end, walk.base);
+  });
 }
 
 template <class T>
-__global__ void __launch_bounds__(kThreads) lion_kernel(const __grid_constant__ Lion call, int base) {
-  constexpr int kWidth = vector_width(sizeof(T), sizeof(T));
-  for_segments<T>(
-      call.flat, base, [&](const auto* constants, int64_t i) { lion_at<T, kWidth>(call, constants, i); },
-      [&](const auto* constants, int64_t i) { lion_at<T, 1>(call, constants, i); });
+__global__ void __launch_bounds__(kThreads) sgd_kernel(const __grid_constant__ Sgd call, Walk walk) {
+  for_block<T>(call, walk);
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreads) lion_kernel(const __grid_constant__ Lion call, Walk walk) {
+  for_block<T>(call, walk);
 }
 
 // Blocks that a multiprocessor holds at once: as many as there are registers for without spilling.
 template <class T>
-constexpr int kAdamBlocks = sizeof(T) == 8   ? 2
-                            : sizeof(T) == 4 ? 4
-                                             : 3;
+constexpr int kAdamBlocks = sizeof(T) == 4 ? 3 : 2;
 
 template <class T>
-__global__ void __launch_bounds__(kThreads, kAdamBlocks<T>) adam_kernel(const __grid_constant__ Adam call, int base) {
-  constexpr int kWidth = vector_width(sizeof(T), sizeof(T));
-  for_segments<T>(
-      call.flat, base, [&](const auto* constants, int64_t i) { adam_at<T, kWidth>(call, constants, i); },
-      [&](const auto* constants, int64_t i) { adam_at<T, 1>(call, constants, i); });
+__global__ void __launch_bounds__(kThreads, kAdamBlocks<T>) adam_kernel(const __grid_constant__ Adam call, Walk walk) {
+  for_block<T>(call, walk);
 }
 
 }  // namespace mgpu::cuda

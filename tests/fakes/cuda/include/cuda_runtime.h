@@ -35,6 +35,8 @@ struct alignas(16) uint4 {
 extern dim3 threadIdx, blockIdx;
 void __syncthreads();
 double __shfl_down_sync(unsigned mask, double value, int offset);
+inline void __threadfence() {}  // one thread of the host runs them all
+inline unsigned atomicAdd(unsigned* at, unsigned value) { return std::exchange(*at, *at + value); }
 
 // A kernel as the host's compiler made it, and what PTX of it needs: its symbol, and each argument's address and size.
 struct FakeKernel {

@@ -46,8 +46,9 @@ def place(
     and it runs again.
 
     Parameters stay the same objects and keep their gradients.  One that several layers share is on the device of the
-    first of them; the others compute with differentiable copies.  Parameters of a module around layers are on the
-    device of the first of these.  Layers that are replaced, wrapped or tied later belong to the part of their name.
+    first of them; the others compute with differentiable copies, and share one where gradients are off.  Parameters of
+    a module around layers are on the device of the first of these.  Layers that are replaced, wrapped or tied later
+    belong to the part of their name.
     ``to``, ``cuda`` and ``cpu`` raise RuntimeError afterwards.
 
     Args:

@@ -18,7 +18,7 @@ import copy
 import threading
 import weakref
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import chain
 from types import MethodType
@@ -135,6 +135,7 @@ class Visit:
         self._running: list[tuple[Border, list[Callable[[], None]]]] = []  # layers, with what ends them
         self._copies: dict[tuple[int, torch.device, bool], tuple[int, torch.Tensor, torch.Tensor]] = {}
         self._outer: Visit | None = None
+        self._current = ExitStack()  # the device of this thread
 
     def __enter__(self) -> Visit:
         self._outer = getattr(_thread, "visit", None)
@@ -146,6 +147,7 @@ class Visit:
         self.end_glue()
         while self._running:
             self._end()
+        self._current.close()
         self._glue.visit = None  # no cycle, which would keep the copies
         _thread.visit = self._outer
 
@@ -272,6 +274,12 @@ class Visit:
         self.stage, self.device = stage, self.places.devices[stage]
         self._furthest = max(self._furthest, stage)
 
+    def make_current(self) -> None:
+        """Make the stage's device this thread's current one, until the call ends: some kernels start on that one."""
+        self._current.close()
+        if self.device.type != "cpu":
+            self._current.enter_context(torch.accelerator.device_index(self.device.index))
+
     def bring(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor on the device of the stage: copied once, and again after it was written."""
         if tensor.device == self.device or tensor.is_meta:
@@ -373,6 +381,10 @@ class _OfLayer(Visit):
         self.recomputes = (
             outer.recomputes if outer is not None else places.recomputes and _current_graph_task_id() != -1
         )
+
+    def __enter__(self) -> Visit:
+        self.make_current()
+        return super().__enter__()
 
     def go_to(self, stage: int) -> None:
         """Stay in the stage of the layer."""

@@ -295,3 +295,53 @@ def test_a_layer_with_a_shared_parameter_that_was_given_another_forward(is_befor
         give_forward(net.last)
     for _ in range(2):
         assert torch.equal(placed(rows()), alone(rows()))
+
+
+def current():
+    return torch.accelerator.current_device_index()
+
+
+class Where(nn.Linear):
+    """Notes the current device, with that of its input."""
+
+    def forward(self, x):
+        self.seen.append((x.device.index, current()))
+        assert len(x) < 9, "too many rows"
+        return super().forward(x)
+
+
+class Around(nn.Module):
+    """Notes them in the code between layers, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last, self.seen = Where(2, 2), Where(2, 2), []
+        self.first.seen = self.last.seen = self.seen
+
+    def forward(self, x):
+        for each in (self.first, self.last):
+            self.seen.append((x.device.index, current()))
+            x = checkpoint(each, x, use_reentrant=False)
+        self.seen.append((x.device.index, current()))
+        return x
+
+
+def test_the_device_of_a_layer_is_current_in_it():
+    """Kernels of Triton and of extensions start on the current one; also in a backward, and in one layer by itself."""
+    net = place(Around(), ["fake:2", "fake:1"], ["last"])
+    x = torch.ones(4, 2, device="fake:0")
+    with torch.accelerator.device_index(3):
+        for _ in range(2):
+            net.seen.clear()
+            output = net(x.to("fake:2"))
+            assert net.seen == [(2, 2), (2, 2), (2, 2), (1, 1), (1, 1)]
+            assert current() == 3
+        net.seen.clear()
+        output.sum().backward()
+        net.first(x), net.last(x)
+        assert net.seen == [(1, 1), (2, 2), (2, 2), (1, 1)]
+        with pytest.raises(AssertionError, match="too many rows"):
+            net(torch.ones(9, 2, device="fake:2"))
+        assert current() == 3
+        place(Around(), ["fake:0", "cpu"], ["last"])(x)
+        assert current() == 3

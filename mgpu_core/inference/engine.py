@@ -101,6 +101,7 @@ class Engine:
             if is_last:  # no request is left without an answer
                 self.queue.close()
                 self._cancel()
+                self.replicas = ()  # with their memory and graphs
 
     def close(self, *, drain: bool, seconds: float) -> None:
         """End the workers, after all requests or after those in work; cancel the requests that are left then."""

@@ -6,26 +6,31 @@ current on the rank's device, so that the caller's work before and after the cal
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache, lru_cache
+from threading import Lock
 from typing import Literal, TypeAlias
 
 import torch
 
 from mgpu_core import _core
 from mgpu_core.devices.peers import have_proved_access, settle_peers
+from mgpu_core.errors import Error
 from mgpu_core.support.null_context import NULL_CONTEXT
 from mgpu_core.support.warnings import warn_user
 
 __all__ = [
     "HOST",
+    "CaptureStream",
     "SideStreams",
     "caller_streams",
     "core_serves",
     "core_stream",
     "core_streams",
     "is_capturing",
+    "is_for_captures",
     "on",
     "on_all",
     "own_stream",
@@ -192,7 +197,7 @@ class SideStreams:
 # user's too, from the 33rd on.  Where a GPU lacks this priority, torch takes the highest that there is.
 OWN_PRIORITY = -2
 
-Purpose: TypeAlias = Literal["copies", "sums", "capture", "sums of a capture"]
+Purpose: TypeAlias = Literal["copies", "sums", "sums of a capture"]
 
 _own_streams: dict[tuple[Purpose, int], torch.Stream] = {}
 
@@ -200,12 +205,9 @@ _own_streams: dict[tuple[Purpose, int], torch.Stream] = {}
 def own_stream(purpose: Purpose, gpu: int) -> torch.Stream:
     """Return the package's stream on a GPU for one purpose: the same one for all callers and threads.
 
-    A recording has streams of its own, so that work of other threads neither becomes part of it nor invalidates it;
-    there is one recording at a time (see :mod:`mgpu_core.step.graph_cache`).
-
     Args:
-        purpose: ``copies`` between devices, ``sums`` of gradients during a backward, ``capture`` of graphs, and the
-            sums that are part of one.
+        purpose: ``copies`` between devices, ``sums`` of gradients during a backward, and the sums that are part of a
+            recording: there is one at a time (see :mod:`mgpu_core.step.graph_cache`).
     """
     made = _own_streams.get((purpose, gpu))  # not a ``cache``, which could give two threads two streams
     return made or _own_streams.setdefault(
@@ -213,12 +215,59 @@ def own_stream(purpose: Purpose, gpu: int) -> torch.Stream:
     )
 
 
+_MOST_CAPTURES = 28  # of the 32 streams of our priority on a GPU
+
+_free_captures: defaultdict[int, list[torch.Stream]] = defaultdict(list)
+_captures: defaultdict[int, list[torch.Stream]] = defaultdict(list)  # all that were made, by their GPUs
+_making_captures = Lock()
+
+
+class CaptureStream:
+    """A stream of a GPU on which the graphs of one memory pool are captured; it is given back when this object goes.
+
+    cuBLAS keeps a workspace for each stream, and a graph computes in that of its stream: two graphs of one stream that
+    are replayed at once would overwrite each other's sums, and torch frees the workspaces of the stream when one of its
+    graphs goes.  So hold this as long as a graph lives.
+
+    Attributes:
+        stream: the stream.
+
+    Raises:
+        Error: there is none left.
+    """
+
+    def __init__(self, gpu: int) -> None:
+        self._free = _free_captures[gpu]
+        try:
+            self.stream = self._free.pop()  # no lock: one is given back wherever Python collects garbage
+        except IndexError:
+            self.stream = _new_capture(gpu)
+
+    def __del__(self) -> None:
+        if hasattr(self, "stream"):
+            self._free.append(self.stream)
+
+
+def _new_capture(gpu: int) -> torch.Stream:
+    with _making_captures:
+        if len(_captures[gpu]) == _MOST_CAPTURES:
+            raise Error(
+                f"{_MOST_CAPTURES} others have CUDA graphs on GPU {gpu}, and each needs a stream of its own: close() "
+                "steps and predictors with capture=True that are done"
+            )
+        _captures[gpu].append(torch.Stream(torch.device(GPU_TYPE, gpu), priority=OWN_PRIORITY))
+        return _captures[gpu][-1]
+
+
+def is_for_captures(stream: torch.Stream) -> bool:
+    """Return whether a stream is one of those."""
+    return stream in _captures[stream.device_index]
+
+
 def _summing_stream(device: torch.device, computing: torch.Stream) -> torch.Stream:
     if device.type != GPU_TYPE:
         return computing
-    capture = _own_streams.get(("capture", device.index))
-    is_recorded = capture is not None and capture == computing
-    return own_stream("sums of a capture" if is_recorded else "sums", device.index)
+    return own_stream("sums of a capture" if is_for_captures(computing) else "sums", device.index)
 
 
 @cache

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import count
@@ -49,12 +49,12 @@ class _Batch(NamedTuple):
 
     Attributes:
         outputs: by the device of the answers.
-        event: after the last copy of an output; ``None`` on the CPU.
+        events: after all work for them, one on each accelerator; none where the CPU does everything.
     """
 
     requests: list[Request]
     outputs: dict[torch.device, Any]
-    event: torch.Event | None
+    events: list[torch.Event]
     begin: float
 
 
@@ -81,6 +81,8 @@ class Engine:
             context = CallerContext(devices)  # of the thread that makes the predictor
         self.stats = Stats(DeviceStats(str(device)) for device in devices)
         self._devices, self._output_device, self._amp_dtype = devices, output_device, amp_dtype
+        parts = [{device, *replica.devices} for device, replica in zip(devices, replicas, strict=True)]
+        self._accelerators = [set(filter(_has_streams, part)) for part in parts]  # of each rank
         self._limits = [max_batch] * len(devices)
         self._lock, self._number = threading.Lock(), next(_numbers)
         cpu_ranks = sum(device.type == "cpu" for device in devices)
@@ -99,6 +101,7 @@ class Engine:
             if is_last:  # no request is left without an answer
                 self.queue.close()
                 self._cancel()
+                self.replicas = ()  # with their memory and graphs
 
     def close(self, *, drain: bool, seconds: float) -> None:
         """End the workers, after all requests or after those in work; cancel the requests that are left then."""
@@ -132,7 +135,7 @@ class Engine:
     def _turn(self, rank: int, requests: list[Request], launched: _Batch | None) -> _Batch | None:
         """Launch a batch, answer the one before, and on the CPU this one too; return the batch without an answer."""
         following = self._attempt(rank, requests, partial(self._launch, rank, requests)) if requests else None
-        on_host = self._devices[rank].type == "cpu"
+        on_host = not self._accelerators[rank]
         for batch in (launched, following if on_host else None):
             if batch is not None:
                 self._attempt(rank, batch.requests, partial(self._answer, rank, batch))
@@ -154,13 +157,14 @@ class Engine:
         waited = begin - min(each.begin for each in requests)
         self.stats[rank].queue_seconds.append(waited)
         with in_step(INFERENCE), span("batch", rank, device):
-            outputs = self._outputs(rank, requests, self._joiner.joined(requests, device))
-            event = None if device.type == "cpu" else torch.accelerator.current_stream(device).record_event()
+            outputs, events = self._outputs(rank, requests, self._joiner.joined(requests, device))
             self._tell(rank, requests, waited)
-        return _Batch(requests, outputs, event, begin)
+        return _Batch(requests, outputs, events, begin)
 
-    def _outputs(self, rank: int, requests: list[Request], call: Call) -> dict[torch.device, Any]:
-        """Return the outputs of a batch by the device of the answers; the device may still compute them."""
+    def _outputs(
+        self, rank: int, requests: list[Request], call: Call
+    ) -> tuple[dict[torch.device, Any], list[torch.Event]]:
+        """Return the outputs of a batch by the device of the answers, and events to wait for before they are read."""
         args, kwargs = call
         replica = self.replicas[rank]
         watch = None if replica.is_compiled else self._answers.watch(requests)  # torch compiles nothing inside a mode
@@ -169,7 +173,8 @@ class Engine:
             made = replica(args, kwargs, requests[0], captured=only_rows)
         self._answers.check_sizes(watch, requests[0])
         targets = {self._output_device or each.device for each in requests}
-        return {target: _outputs_on(target, made) for target in targets}
+        outputs = {target: _outputs_on(target, made) for target in targets}
+        return outputs, _events_on({*self._accelerators[rank], *targets, *(each.device for each in tensors_in(made))})
 
     def _autocast(self, rank: int) -> AbstractContextManager[object]:
         return NULL_CONTEXT if self._amp_dtype is None else torch.autocast(self._devices[rank].type, self._amp_dtype)
@@ -181,13 +186,13 @@ class Engine:
         emit(lambda *now: Served(self._number, rank, devices, rows, len(requests), waited_ns, *now))
 
     def _answer(self, rank: int, batch: _Batch) -> None:
-        if batch.event is not None:
-            batch.event.synchronize()
+        for event in batch.events:
+            event.synchronize()
         self._answers.check_row_shapes(next(iter(batch.outputs.values())), batch.requests)
         parts = {target: self._answers.split(outputs, batch.requests) for target, outputs in batch.outputs.items()}
         if len(batch.requests) > 1:
             self._check_alone(rank, batch.requests, parts)
-        if batch.event is not None and len(batch.requests) > 1 and _CPU in parts:
+        if batch.events and len(batch.requests) > 1 and _CPU in parts:
             parts[_CPU] = [map_leaves(part, _own_memory) for part in parts[_CPU]]
         stats = self.stats[rank]
         stats.compute_seconds.append(time.perf_counter() - batch.begin)
@@ -204,10 +209,11 @@ class Engine:
 
         def run(request: Request) -> Any:
             call = cloned(self._joiner.joined([request], device))  # the module may write into it
-            (outputs,) = self._outputs(rank, [request], call).values()
-            if device.type != "cpu":
-                torch.accelerator.current_stream(device).synchronize()
-            return self._answers.split(outputs, [request])[0]
+            outputs, events = self._outputs(rank, [request], call)
+            for event in events:
+                event.synchronize()
+            (made,) = outputs.values()
+            return self._answers.split(made, [request])[0]
 
         with self._autocast(rank):
             half = torch.is_autocast_enabled(device.type) or self.replicas[rank].is_half
@@ -237,12 +243,9 @@ class Engine:
             self._answer(rank, batch)
 
     def _is_lost(self, rank: int) -> bool:
-        """Return whether an accelerator no longer computes, as after an error that stays."""
-        device = self._devices[rank]
-        if device.type == "cpu":
-            return False
+        """Return whether an accelerator of a rank no longer computes, as after an error that stays."""
         try:
-            return bool(torch.ones(1, device=device).item() != 1)
+            return any(torch.ones(1, device=each).item() != 1 for each in self._accelerators[rank])
         except torch.OutOfMemoryError:
             return False
         except RuntimeError:
@@ -275,6 +278,15 @@ def _raisable(error: BaseException) -> BaseException:
     other = RuntimeError("the module raised StopIteration")
     other.__cause__ = error
     return other
+
+
+def _events_on(devices: Iterable[torch.device]) -> list[torch.Event]:
+    """Return events after what the current streams of the accelerators among these have to do now."""
+    return [torch.accelerator.current_stream(each).record_event() for each in filter(_has_streams, devices)]
+
+
+def _has_streams(device: torch.device) -> bool:
+    return device.type not in ("cpu", "meta")
 
 
 def _own_memory(leaf: Any) -> Any:

@@ -20,6 +20,7 @@ from mgpu_core.support.warnings import warn_user
 from mgpu_core.trees.comparison import any_in_half
 from mgpu_core.trees.layer_holders import still_reached
 from mgpu_core.trees.module_copy import copy_module, give_attributes, set_compiled
+from mgpu_core.trees.module_tree import tensors_of
 from mgpu_core.trees.nested import Tree, flatten, map_leaves
 
 __all__ = ["GraphedModule", "Replica", "replicas_of"]
@@ -37,6 +38,7 @@ class Replica:
         at_once: where several workers call it at once.
 
     Attributes:
+        devices: of its parameters and buffers.
         is_half: it computes in half precision.
         is_compiled: a part of it runs compiled code.
     """
@@ -46,6 +48,7 @@ class Replica:
     ) -> None:
         self.module, self._graphs, self._at_once = module, graphs, at_once
         self._method = getattr(module, method)
+        self.devices = {each.device for each in tensors_of(module)}
         self.is_half = any_in_half(module.parameters())
         self.is_compiled = any(vars(each).get("_compiled_call_impl") is not None for each in module.modules())
         self._tables = [table for each in module.modules() for table in (each._parameters, each._buffers) if len(table)]

@@ -415,7 +415,8 @@ class MicroBatch(Visit):
     def bring_parameter(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return a parameter that is at home in another stage: all micro-batches share a copy of each stage."""
         if self._run.last is None or not (parameter.requires_grad and torch.is_grad_enabled()):
-            return super().bring(parameter)
+            return super().bring_parameter(parameter)
+        self.places.copies.drop(parameter)
         key = id(parameter), self.stage
         crossing = self._run.shared.get(key)  # this stage is this lane's now
         if crossing is None:

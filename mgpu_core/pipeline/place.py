@@ -46,8 +46,9 @@ def place(
     and it runs again.
 
     Parameters stay the same objects and keep their gradients.  One that several layers share is on the device of the
-    first of them; the others compute with differentiable copies.  Parameters of a module around layers are on the
-    device of the first of these.  Layers that are replaced, wrapped or tied later belong to the part of their name.
+    first of them; the others compute with differentiable copies, and share one where gradients are off.  Parameters of
+    a module around layers are on the device of the first of these.  Layers that are replaced, wrapped or tied later
+    belong to the part of their name.
     ``to``, ``cuda`` and ``cpu`` raise RuntimeError afterwards.
 
     Args:
@@ -201,13 +202,19 @@ class PlacedCall(Visit):
         super().__init__(placement)
         self._waiting, self._at = placement.waiting, -1
 
+    def __enter__(self) -> Visit:
+        self.make_current()
+        return super().__enter__()
+
     def __exit__(self, *error: object) -> None:
         self._waiting.end_turn(id(self))
         super().__exit__(*error)
 
     def go_to(self, stage: int) -> None:
         """Wait for the turn at a stage."""
-        if stage != self._at:
-            self._waiting.turn(id(self), stage, None)
-            self._at = stage
+        if stage == self._at:
+            return
+        self._waiting.turn(id(self), stage, None)
+        self._at = stage
         super().go_to(stage)
+        self.make_current()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, pairwise
 from math import inf
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from mgpu_core.pipeline.layers import (
     layers_of,
     writes_its_input,
 )
+from mgpu_core.pipeline.parameter_copies import ParameterCopies
 from mgpu_core.pipeline.visits import Border, Visit, remove_borders
 from mgpu_core.ranks.waiting import Waiting
 from mgpu_core.support.warnings import warn_user
@@ -125,6 +126,7 @@ class Placement:
         is_known: whether the order of the calls is known.
         known: forms of calls that have been run.
         in_backward: by device the call whose backward runs there now.
+        copies: of parameters, in stages that are not their home; calls without gradients share them.
         waiting: the waits of calls of several threads for their turns at the stages.
         alone: held by a call that finds the order of the calls, or layers that have changed.
         is_learning: a call of a placed module finds the order of the calls.
@@ -179,12 +181,13 @@ class Placement:
         self._of_hooks: set[str] = set()  # what hooks alone hold, and the first micro-batch has changed
         self._own: dict[int, set[str]] = {}  # ids of modules that keep something of a batch, with their containers
         self.in_backward: dict[torch.device, Visit] = {}
+        self.copies = ParameterCopies()
         self.waiting, self.alone = Waiting({}, ()), threading.RLock()
         self.is_active = self.is_learning = False
 
     def __getstate__(self) -> dict[str, Any]:
         own = {"_layout", "_contents", "_inside", "_shared", "_noted", "_own", "_from_outside", "of_last_call"}
-        own |= {"in_backward", "waiting", "alone", "is_active", "is_learning"}
+        own |= {"copies", "in_backward", "waiting", "alone", "is_active", "is_learning"}
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -294,6 +297,7 @@ class Placement:
             for name, device in moving.items():
                 _move_to(root, name, device)
         self._find_shared()
+        self.copies.clear()
         remove_borders(root)
         following = [part for _, _, part in layers[1:]]
         for (name, layer, part), after in zip(layers, [*following, 0], strict=True):
@@ -305,6 +309,10 @@ class Placement:
     def view(self, root: Module) -> LaneView:
         """Return a view of the module for one micro-batch."""
         return LaneView(root, self._shared, self._own)
+
+    def view_of_layer(self, layer: Module, shared: Container[int]) -> LaneView:
+        """Return a view of a layer; modules with these ids are in it themselves."""
+        return LaneView(layer, shared, {})
 
     def learn_kept(self, root: Module, before: Before) -> bool:
         """Note which modules keep something of a batch; return whether there are others than were known."""
@@ -430,10 +438,11 @@ def _named_tensors(root: Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def _contents_of(root: Module) -> list[Any]:
-    """Return ids that are equal as long as no module or parameter was added, replaced or taken away."""
+    """Return ids that are equal as long as no module, parameter or forward was added, replaced or taken away."""
     modules = list(modules_of(root))
     tables: list[dict[str, Any]] = [each._modules for each in modules] + [each._parameters for each in modules]
-    return [list(map(len, tables)), list(map(id, chain.from_iterable(map(dict.values, tables))))]
+    forwards = [id(vars(each).get("forward")) for each in modules[1:]]
+    return [list(map(len, tables)), list(map(id, chain.from_iterable(map(dict.values, tables)))), forwards]
 
 
 def _check_movable(root: Module, devices: Mapping[str, torch.device]) -> None:

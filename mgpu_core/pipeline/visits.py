@@ -17,8 +17,8 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import chain
 from types import MethodType
@@ -34,6 +34,7 @@ from mgpu_core.devices.transfer import hand_over
 from mgpu_core.parallel.replicate_modules import build_replica
 from mgpu_core.pipeline.borders import send
 from mgpu_core.pipeline.deferred import recomputing
+from mgpu_core.pipeline.parameter_copies import ParameterCopies
 from mgpu_core.ranks.compiled import outside_the_compiler
 from mgpu_core.support.null_context import NULL_CONTEXT
 from mgpu_core.trees.filled import FilledCopies, Undo, exchanged_back, map_in_place
@@ -67,10 +68,20 @@ def attributes_of(module: Module) -> dict[str, Any]:
     return {name: value for name, value in found if name not in TABLES and not isinstance(value, OwnForward)}
 
 
+class LayerView(Protocol):
+    """A layer as one call sees it."""
+
+    root: Module
+
+    def keep(self, layers: Container[int]) -> None:
+        """Let modules with these ids have the attributes that the call has assigned."""
+
+
 class Places(Protocol):
     """The devices of the stages, and the tensors that belong to them."""
 
     in_backward: dict[torch.device, Visit]
+    copies: ParameterCopies
 
     @property
     def devices(self) -> Sequence[torch.device]:
@@ -90,6 +101,9 @@ class Places(Protocol):
 
     def stage_of(self, tensor: torch.Tensor, default: int = 0) -> int:
         """Return the stage that a parameter or buffer is at home in; of others the default."""
+
+    def view_of_layer(self, layer: Module, shared: Container[int]) -> LayerView:
+        """Return a view of a layer; modules with these ids are in it themselves."""
 
 
 class Visit:
@@ -118,9 +132,10 @@ class Visit:
         self.recomputes = False
         self._furthest = 0
         self._glue, self._height = _Glue(self), 0  # of the stack of modes with the glue's on top; 0: it is not there
-        self._running: list[tuple[Border, list[Callable[[], None]]]] = []  # layers, with the ends of their swaps
+        self._running: list[tuple[Border, list[Callable[[], None]]]] = []  # layers, with what ends them
         self._copies: dict[tuple[int, torch.device, bool], tuple[int, torch.Tensor, torch.Tensor]] = {}
         self._outer: Visit | None = None
+        self._current = ExitStack()  # the device of this thread
 
     def __enter__(self) -> Visit:
         self._outer = getattr(_thread, "visit", None)
@@ -131,7 +146,8 @@ class Visit:
         """End the call; also one that Ctrl-C has cut off inside a layer."""
         self.end_glue()
         while self._running:
-            self._end_swap()
+            self._end()
+        self._current.close()
         self._glue.visit = None  # no cycle, which would keep the copies
         _thread.visit = self._outer
 
@@ -154,7 +170,7 @@ class Visit:
         self._around = around
 
     def begin_layer(self, border: Border, layer: Module) -> None:
-        """Go to the stage of a layer; let it compute with copies of the parameters that are at home elsewhere."""
+        """Go to the stage of a layer."""
         is_inside = bool(self._running)
         self._running.append((border, []))
         if not is_inside:
@@ -163,8 +179,6 @@ class Visit:
             self.go_to(border.stage)
         self.without_grad |= not torch.is_grad_enabled()
         self._note(border)
-        if self.stage == border.stage and not self.recomputes and (foreign := border.foreign(layer)):
-            self._running[-1][1].append(self._swapped(foreign))
 
     def _note(self, border: Border) -> None:
         stages = self.called.setdefault(border.name, [])
@@ -175,24 +189,47 @@ class Visit:
     def end_layer(self, border: Border) -> None:
         """Go on with the code around layers."""
         if self._running and self._running[-1][0] is border:  # not where a hook before has failed
-            self._end_swap()
+            self._end()
             if not self._running:
                 self.begin_glue()
 
-    def _end_swap(self) -> None:
+    def _end(self) -> None:
         for end in self._running.pop()[1]:
             end()
 
     def call_layer(self, border: Border, layer: Module, own: LayerForward, args: Any, kwargs: Any) -> Any:
         """Run the forward of a layer: in another stage than its own by a replica; twice, if that is asked for."""
         forward = own.__wrapped__
-        if self.stage != border.stage or (self.recomputes and border.has_foreign):
+        is_repeated = self.recomputes and border.is_wrapped
+        if border.is_wrapped and (self.stage != border.stage or (is_repeated and border.has_foreign)):
             forward = self._elsewhere(layer, forward) if own.is_of_view else self.replica_of(border, layer).forward
-        if not self.recomputes or not torch.is_grad_enabled():
+        elif border.has_foreign and self.stage == border.stage:
+            forward = self._with_copies(border, layer)
+        if not is_repeated or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         again = partial(recomputing, [layer])
         run = _Repeated(forward, args, kwargs, list(modules_of(layer)) if own.is_of_view else [])
         return checkpoint(run, *args, use_reentrant=False, context_fn=lambda: (NULL_CONTEXT, again()), **kwargs)
+
+    def _with_copies(self, border: Border, layer: Module) -> Callable[..., Any]:
+        """Return the forward of a layer with copies of the parameters that are at home in another stage.
+
+        It is of a view of the layer, which this call alone has: calls of other threads do not see the copies.
+        """
+        view = self.places.view_of_layer(layer, border.without_foreign(layer))
+        for owner, name in border.foreign(view.root):
+            parameter = owner._parameters[name]
+            assert parameter is not None
+            vars(owner)["_parameters"] = {**owner._parameters, name: self.bring_parameter(parameter)}
+        forward = vars(view.root)["forward"].__wrapped__
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                view.keep({id(each) for each in modules_of(layer)})
+
+        return run
 
     def _elsewhere(self, layer: Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return the forward of a layer that this call alone has, with tensors of the present stage."""
@@ -236,6 +273,12 @@ class Visit:
         """Go to a stage."""
         self.stage, self.device = stage, self.places.devices[stage]
         self._furthest = max(self._furthest, stage)
+
+    def make_current(self) -> None:
+        """Make the stage's device this thread's current one, until the call ends: some kernels start on that one."""
+        self._current.close()
+        if self.device.type != "cpu":
+            self._current.enter_context(torch.accelerator.device_index(self.device.index))
 
     def bring(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor on the device of the stage: copied once, and again after it was written."""
@@ -303,23 +346,11 @@ class Visit:
         device = found[0].device if is_in_place(function, kwargs) else self.device
         return self.bring_to(device, (args, kwargs))  # type: ignore[no-any-return]
 
-    def _swapped(self, foreign: Iterable[tuple[Module, str]]) -> Callable[[], None]:
-        """Give modules copies of these parameters; return the function that gives them their own back."""
-        originals = []
-        for owner, name in foreign:
-            original = owner._parameters[name]
-            assert original is not None
-            originals.append((owner, name, original))
-            owner._parameters[name] = self.bring_parameter(original)  # type: ignore[assignment]
-
-        def end() -> None:
-            for owner, name, original in originals:
-                owner._parameters[name] = original
-
-        return end
-
     def bring_parameter(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return a parameter that is at home in another stage on the device of this one."""
+        if not (parameter.requires_grad and torch.is_grad_enabled()):
+            return self.places.copies.on(parameter, self.device)
+        self.places.copies.drop(parameter)
         return self.bring(parameter)
 
     @contextmanager
@@ -369,6 +400,10 @@ class _OfLayer(Visit):
             outer.recomputes if outer is not None else places.recomputes and _current_graph_task_id() != -1
         )
 
+    def __enter__(self) -> Visit:
+        self.make_current()
+        return super().__enter__()
+
     def go_to(self, stage: int) -> None:
         """Stay in the stage of the layer."""
 
@@ -386,24 +421,30 @@ class Border:
         layer: the layer.
         stage: its own.
         next_stage: the stage after it, if it is known to be the last layer of its own.
-        is_wrapped: whether its forward is run by :meth:`Visit.call_layer`.
+        is_wrapped: whether it may run in another stage than its own, or twice.
     """
 
     def __init__(
         self, places: Places, name: str, layer: Module, stage: int, next_stage: int | None, *, is_wrapped: bool
     ) -> None:
         self.places, self.name, self.stage, self.next_stage = places, name, stage, next_stage
+        self.is_wrapped = is_wrapped
+        modules = list(modules_of(layer))
         self._foreign = [  # parameters that other stages are the home of: the index of the module, and the name
             (index, name)
-            for index, owner in enumerate(modules_of(layer))
+            for index, owner in enumerate(modules)
             for name, parameter in owner._parameters.items()
             if parameter is not None and places.stage_of(parameter) != stage
+        ]
+        owners = {id(modules[index]) for index, _ in self._foreign}
+        self._without_foreign = [  # the indices of modules that have none of these, nor have the modules in them
+            index for index, each in enumerate(modules) if owners.isdisjoint(map(id, modules_of(each)))
         ]
         self._handles = [
             layer.register_forward_pre_hook(self.enter, with_kwargs=True, prepend=True),
             layer.register_forward_hook(self.leave, with_kwargs=True, always_call=True),
         ]
-        self._forward = LayerForward(layer, self) if is_wrapped else None
+        self._forward = LayerForward(layer, self) if is_wrapped or self._foreign else None
 
     @property
     def has_foreign(self) -> bool:
@@ -418,11 +459,14 @@ class Border:
             self._forward.remove()
 
     def foreign(self, layer: Module) -> list[tuple[Module, str]]:
-        """Return the parameters of the layer that are at home in another stage than its own."""
-        if not self._foreign:
-            return []
+        """Return the parameters of the layer, or of a view of it, that are at home in another stage than its own."""
         owners = list(modules_of(layer))
         return [(owners[index], name) for index, name in self._foreign]
+
+    def without_foreign(self, layer: Module) -> set[int]:
+        """Return the ids of the modules of the layer that have no such parameters, nor have the modules in them."""
+        modules = list(modules_of(layer))
+        return {id(modules[index]) for index in self._without_foreign}
 
     @outside_the_compiler
     def enter(self, layer: Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -433,7 +477,7 @@ class Border:
                 return args, kwargs
             visit = _OfLayer(self.places, self, visit).__enter__()
         visit.begin_layer(self, layer)
-        device = visit.device if self._forward is not None else self.places.devices[self.stage]
+        device = visit.device if self.is_wrapped else self.places.devices[self.stage]
         return visit.bring_arguments(device, args, kwargs)
 
     def _is_spread(self, layer: Module) -> bool:
@@ -489,11 +533,16 @@ class OwnForward:
         """Return such an object for a view of the module."""
         made = copy.copy(self)
         made._module, made.is_of_view = weakref.ref(view), True
+        if isinstance(self._own, MethodType) and self._own.__self__ is self.module:
+            made._own = MethodType(self._own.__func__, view)
         return made
 
     def remove(self) -> None:
-        """Give the module its own forward back."""
-        if self.module.__dict__.pop("forward", None) is self and self._own is not None:
+        """Give the module its own forward back, unless it was given another one since."""
+        if self.module.__dict__.get("forward") is not self:
+            return
+        del self.module.__dict__["forward"]
+        if self._own is not None:
             self.module.__dict__["forward"] = self._own
 
     def __getstate__(self) -> dict[str, Any]:

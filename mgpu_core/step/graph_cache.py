@@ -15,14 +15,14 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from mgpu_core.devices.streams import on, own_stream
+from mgpu_core.devices.streams import CaptureStream, on
 from mgpu_core.devices.time_limits import time_limit
 from mgpu_core.devices.transfer import copy_into
 from mgpu_core.errors import Error
 from mgpu_core.support.warnings import warn_user
 from mgpu_core.trees.nested import flatten
 
-__all__ = ["GRAPH_DEVICE", "CudaRecorder", "CapturedStep", "FailedRecordings", "StaticNest", "StepGraphs"]
+__all__ = ["GRAPH_DEVICE", "CudaRecorder", "CapturedStep", "FailedRecordings", "Recording", "StaticNest", "StepGraphs"]
 
 GRAPH_DEVICE = "cuda"
 
@@ -240,8 +240,34 @@ def _key(batch: tuple[Any, ...], settings: Hashable) -> Hashable | None:
 _recording = Lock()
 
 
+class Recording:
+    """A CUDA graph, with the stream on which it was captured.
+
+    Attributes:
+        graph: the graph.
+    """
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, stream: CaptureStream) -> None:
+        self.graph, self._stream = graph, stream
+
+    def replay(self) -> None:
+        """Launch it on the current stream."""
+        self.graph.replay()
+
+    def __del__(self) -> None:
+        del self.graph  # before its stream is given back
+
+
+class _Pool:
+    """The memory of graphs of one device, and their stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.handle: Any = torch.cuda.graph_pool_handle()
+        self.stream = CaptureStream(device.index)
+
+
 class CudaRecorder:
-    """Records CUDA graphs; those of one device share a memory pool, since one is replayed at a time.
+    """Records CUDA graphs; those of one device share a memory pool and a stream, since one is replayed at a time.
 
     Nothing in a recording waits for the device, and other threads may use the GPUs meanwhile: their work is on other
     streams, so that it is not recorded and does not invalidate the recording::
@@ -252,22 +278,23 @@ class CudaRecorder:
     """
 
     def __init__(self) -> None:
-        self._pools: dict[torch.device, Any] = {}
+        self._pools: dict[torch.device, _Pool] = {}
 
-    def record(self, device: torch.device, work: _Work) -> tuple[torch.cuda.CUDAGraph, list[torch.Tensor]]:
+    def record(self, device: torch.device, work: _Work) -> tuple[Recording, list[torch.Tensor]]:
         """Return the graph of all that ``work`` launches on one device, and where its results will lie.
 
         Raises:
-            Error: another recording did not end in time.
+            Error: another recording did not end in time, or no stream is left.
         """
         seconds = time_limit()
         if not _recording.acquire(timeout=seconds):
             raise Error(f"another recording of a CUDA graph did not end within {seconds:g} s")
         try:
             if device not in self._pools:
-                self._pools[device] = torch.cuda.graph_pool_handle()
-            graph = torch.cuda.CUDAGraph()
-            return graph, _captured(graph, device, self._pools[device], work)
+                self._pools[device] = _Pool(device)
+            pool = self._pools[device]
+            recording = Recording(torch.cuda.CUDAGraph(), pool.stream)
+            return recording, _captured(recording.graph, device, pool, work)
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()  # the allocator gives back nothing while it serves a capture
             raise
@@ -275,24 +302,24 @@ class CudaRecorder:
             _recording.release()
 
     def forget(self) -> None:
-        """Make new pools after a step could not be recorded: these may be in any state."""
+        """Make new pools, with new streams, after a step could not be recorded: these may be in any state."""
         self._pools.clear()
 
 
-def _captured(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any, work: _Work) -> list[torch.Tensor]:
+def _captured(graph: torch.cuda.CUDAGraph, device: torch.device, pool: _Pool, work: _Work) -> list[torch.Tensor]:
     """Record ``work``.
 
     Not by ``torch.cuda.graph``, which waits for the whole device first: that would invalidate the captures of others.
     """
-    with on(device, own_stream("capture", device.index)):
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+    with on(device, pool.stream.stream):
+        graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
         try:
             results = work()
         except BaseException:
             with suppress(RuntimeError):  # the error to tell is the one before
-                _end(graph, device, pool)
+                _end(graph, device, pool.handle)
             raise
-        _end(graph, device, pool)
+        _end(graph, device, pool.handle)
         return results
 
 

@@ -365,6 +365,7 @@ class StepParts:
     def _leave(self) -> None:
         if self.captured is not None:
             self.captured.graphs.clear()
+            self.captured.recorder.forget()
         self.gradients.close()
         self.optimizer_step.leave()
         self.replicas.release()

@@ -87,12 +87,13 @@ def test_work_is_recorded_on_a_stream_of_its_own():
     second, _ = recorder.record(FAKE, work)
     assert result.tolist() == [1, 1]
     assert seen[0] == seen[1] != before
-    assert first.pool is second.pool
+    assert first.graph.pool is second.graph.pool
     assert current() == before
     assert not as_cuda.capturing
     recorder.forget()
     third, _ = recorder.record(FAKE, work)
-    assert third.pool is not first.pool
+    assert third.graph.pool is not first.graph.pool
+    assert seen[2] != seen[0]
 
 
 def test_a_recording_that_fails_leaves_the_callers_stream():
@@ -108,14 +109,45 @@ def test_a_recording_that_fails_leaves_the_callers_stream():
     assert not as_cuda.capturing
 
 
-def test_all_recorders_of_a_gpu_share_a_stream_that_is_nobody_elses():
-    """Torch has 32 streams of a priority: a new one for each recorder would be the 33rd time one for copies or sums."""
+def stream_of(recorder):
+    """A recording, and the stream that it was captured on."""
     seen = []
-    for _ in range(40):
-        CudaRecorder().record(FAKE, lambda: seen.append(current()) or [])
-    assert len(set(seen)) == 1
+    recording, _ = recorder.record(FAKE, lambda: seen.append(current()) or [])
+    return recording, seen[0]
+
+
+def test_each_recorder_has_a_stream_that_is_nobody_elses_until_its_last_graph_goes():
+    """Two graphs of one stream would compute in one workspace of cuBLAS, which goes with the first of them."""
+    recorders = [CudaRecorder() for _ in range(28)]
+    made = [stream_of(each) for each in recorders]
     others = [torch.Stream("fake:1") for _ in range(64)] + [streams.own_stream(each, 1) for each in ("copies", "sums")]
-    assert seen[0] not in others
+    assert len({stream for _, stream in made}) == 28
+    assert not {stream for _, stream in made} & set(others)
+    with pytest.raises(Error, match=r"28 others have CUDA graphs on GPU 1, .* close\(\)"):
+        stream_of(CudaRecorder())
+    recording, stream = made.pop()
+    recorders.pop()
+    with pytest.raises(Error, match="28 others"):
+        stream_of(CudaRecorder())
+    del recording
+    assert stream_of(CudaRecorder())[1] == stream
+
+
+def test_a_stream_is_given_back_after_its_graph_has_gone(monkeypatch):
+    """The end of a graph drops what libraries keep for its stream, which may be another recorder's next."""
+    found = []
+
+    class Ending(torch.cuda.CUDAGraph):
+        def __del__(self):
+            found.append(stream_of(CudaRecorder())[1])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "CUDAGraph", Ending)
+        recording, stream = stream_of(CudaRecorder())
+    del recording
+    assert len(found) == 1
+    assert found[0] != stream
+    assert stream_of(CudaRecorder())[1] == stream
 
 
 def test_recordings_of_two_threads_are_made_one_after_the_other():

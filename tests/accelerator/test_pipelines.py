@@ -1,10 +1,14 @@
 """Who waits for whom where values cross from one device of a pipeline to another; here the fakes are GPUs."""
 
+import threading
+from types import MethodType
+
 import pytest
 import torch
 from fakes.accelerator import device_module
 from fakes.as_gpus import gpus, id_of, waits  # noqa: F401
 from fakes.stacks import mse
+from fakes.threads import at_once
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -167,3 +171,177 @@ def test_a_step_over_a_placed_module_asks_for_the_pipeline():
             RuntimeError, match=r"net's parts are on several devices, .*: pass the Pipeline to the step"
         ):
             TrainStep(net, mse, optimizer, devices)
+
+
+class Tied(nn.Module):
+    """Its last layer has the weight of the first, and notes the rows of each call."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(2, 2, bias=False), Last(2, 2, bias=False)
+        self.last.weight = self.first.weight
+        self.at_first = lambda: None
+
+    def forward(self, x):
+        self.at_first()
+        return self.last(torch.tanh(self.first(x)))
+
+
+class Last(nn.Linear):
+    rows, inside = None, staticmethod(lambda: None)
+
+    def forward(self, x):
+        self.inside()
+        self.rows = x.size(0)
+        return super().forward(x)
+
+
+def tied(devices=DEVICES):
+    """A placed net, and another one on the first device."""
+    net, alone = Tied(), Tied()
+    alone.load_state_dict(net.state_dict())
+    return place(net, devices, ["last"]), alone.to(devices[0])
+
+
+@pytest.mark.parametrize("devices", [DEVICES, ["cpu", "fake:0"]], ids=str)
+@pytest.mark.parametrize("with_grad", [True, False])
+def test_a_call_that_begins_while_another_computes_with_a_shared_parameter(devices, with_grad):
+    placed, alone = tied(devices)
+    x = torch.arange(8.0, device=devices[0]).view(4, 2)
+    placed(x)
+    inside, begun = threading.Event(), threading.Event()
+
+    def in_last():
+        if not inside.is_set():
+            inside.set()
+            assert begun.wait(20), "the other call did not begin"
+
+    def first():
+        placed.last.inside = in_last
+        assert torch.equal(placed(x), alone(x))
+
+    def second():
+        assert inside.wait(20)
+        placed.at_first = begun.set
+        assert torch.equal(placed(x[:3]), alone(x[:3]))
+
+    def of(work):
+        with torch.set_grad_enabled(with_grad):
+            work()
+
+    at_once(lambda: of(first), lambda: of(second))
+    assert placed.last.weight is placed.first.weight
+
+
+def copies_of(call):
+    device_module.built.take_direct_copies()
+    call()
+    return len(device_module.built.take_direct_copies())
+
+
+def test_calls_without_gradients_share_a_copy_of_a_shared_parameter():
+    placed, alone = tied()
+    x, (weight, other) = rows(), (placed.first.weight, alone.first.weight)
+
+    @torch.no_grad()
+    def call():
+        assert torch.equal(placed(x), alone(x))
+        assert placed.last.rows == len(x)
+
+    call()
+    placed.last.rows = None
+    assert [copies_of(call) for _ in range(3)] == [3, 2, 2]  # to the last layer and back; and the weight
+    for each in (weight, other):
+        with torch.no_grad():
+            each.mul_(2)
+    assert [copies_of(call) for _ in range(2)] == [3, 2]
+    for each in (weight, other):
+        each.data = each.data * 2
+    assert [copies_of(call) for _ in range(2)] == [3, 2]
+    placed(x).sum().backward()
+    alone(x).sum().backward()
+    assert torch.equal(weight.grad, other.grad)
+    for each in (weight, other):
+        each.data.sub_(each.grad)  # as optimizers do whose authors did not know of versions
+    assert [copies_of(call) for _ in range(2)] == [3, 2]
+
+
+def test_a_thread_on_its_own_stream_waits_for_the_copy_that_another_has_made():
+    placed, _ = tied()
+    x, own = rows(), torch.Stream("fake:1")
+    with torch.no_grad():
+        placed(x), placed(x)
+        waits(), device_module.built.take_recorded()
+        with own:
+            placed(x)
+    assert (id_of(own), id_of(torch.accelerator.current_stream("fake:1"))) in waits()
+    weights = [stream for pointer, stream in device_module.built.take_recorded() if stream == own.stream_id]
+    assert len(weights) == 2  # the input of the last layer, and the weight
+
+
+def give_forward(layer):
+    layer.forward = MethodType(lambda self, x: x @ self.weight, layer)
+
+
+@pytest.mark.parametrize("is_before", [True, False])
+def test_a_layer_with_a_shared_parameter_that_was_given_another_forward(is_before):
+    net, alone = Tied(), Tied()
+    alone.load_state_dict(net.state_dict())
+    give_forward(alone.last)
+    if is_before:
+        give_forward(net.last)
+    placed = place(net, DEVICES, ["last"])
+    if not is_before:
+        give_forward(net.last)
+    for _ in range(2):
+        assert torch.equal(placed(rows()), alone(rows()))
+
+
+def current():
+    return torch.accelerator.current_device_index()
+
+
+class Where(nn.Linear):
+    """Notes the current device, with that of its input."""
+
+    def forward(self, x):
+        self.seen.append((x.device.index, current()))
+        assert len(x) < 9, "too many rows"
+        return super().forward(x)
+
+
+class Around(nn.Module):
+    """Notes them in the code between layers, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last, self.seen = Where(2, 2), Where(2, 2), []
+        self.first.seen = self.last.seen = self.seen
+
+    def forward(self, x):
+        for each in (self.first, self.last):
+            self.seen.append((x.device.index, current()))
+            x = checkpoint(each, x, use_reentrant=False)
+        self.seen.append((x.device.index, current()))
+        return x
+
+
+def test_the_device_of_a_layer_is_current_in_it():
+    """Kernels of Triton and of extensions start on the current one; also in a backward, and in one layer by itself."""
+    net = place(Around(), ["fake:2", "fake:1"], ["last"])
+    x = torch.ones(4, 2, device="fake:0")
+    with torch.accelerator.device_index(3):
+        for _ in range(2):
+            net.seen.clear()
+            output = net(x.to("fake:2"))
+            assert net.seen == [(2, 2), (2, 2), (2, 2), (1, 1), (1, 1)]
+            assert current() == 3
+        net.seen.clear()
+        output.sum().backward()
+        net.first(x), net.last(x)
+        assert net.seen == [(1, 1), (2, 2), (2, 2), (1, 1)]
+        with pytest.raises(AssertionError, match="too many rows"):
+            net(torch.ones(9, 2, device="fake:2"))
+        assert current() == 3
+        place(Around(), ["fake:0", "cpu"], ["last"])(x)
+        assert current() == 3

@@ -2,7 +2,7 @@
 
 import threading
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, get_args
 
 import pytest
 import torch
@@ -146,7 +146,8 @@ def test_a_step_goes_on_behind_its_sums():
 
 
 def test_no_stream_of_the_users_is_one_of_ours():
-    ours = [streams.own_stream(purpose, 1) for purpose in ("copies", "sums", "capture", "sums of a capture")]
+    held = streams.CaptureStream(1)
+    ours = [*(streams.own_stream(purpose, 1) for purpose in get_args(streams.Purpose)), held.stream]
     users = [torch.Stream("fake:1") for _ in range(100)]
     assert len(set(users)) == 32
     assert len(set(ours)) == 4

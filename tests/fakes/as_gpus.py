@@ -1,5 +1,7 @@
 """Fakes as the devices that the package treats as GPUs: who waits for whom on their streams."""
 
+from collections import defaultdict
+
 import pytest
 import torch
 from fakes.accelerator import device_module
@@ -14,6 +16,8 @@ def gpus(monkeypatch):
         monkeypatch.setattr(streams, "GPU_TYPE", "fake")
         monkeypatch.setattr(streams, "_cuda_backend_works", lambda: False)
         monkeypatch.setattr(streams, "_own_streams", {})
+        monkeypatch.setattr(streams, "_captures", defaultdict(list))
+        monkeypatch.setattr(streams, "_free_captures", defaultdict(list))
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     device_module.built.take_waits()
 

@@ -6,6 +6,7 @@ A real recording computes nothing; this one computes and puts everything back, a
 import copy
 import threading
 import traceback
+import weakref
 from collections import Counter
 from itertools import islice
 
@@ -50,10 +51,10 @@ def give_graphs(monkeypatch, kind):
 
 
 class Recorder:
-    """Of one step; keeps the devices that it has recorded, in order."""
+    """Of one step; keeps the devices that it has recorded, in order, and weak references to what it has made."""
 
     def __init__(self, step):
-        self.step, self.devices = step, []
+        self.step, self.devices, self.made = step, [], []
 
     @property
     def records(self):
@@ -72,7 +73,9 @@ class Recorder:
                     tensor.copy_(value)
         statics = [torch.full_like(each, float("nan")) for each in results]
         assert all(each.device == device for each in statics)
-        return Replay(work, statics, seen), statics
+        replay = Replay(work, statics, seen)
+        self.made.append(weakref.ref(replay))
+        return replay, statics
 
     def forget(self):
         pass

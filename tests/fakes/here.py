@@ -4,6 +4,7 @@ import copy
 import os
 import threading
 from contextlib import contextmanager, nullcontext
+from typing import get_args
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import mgpu_core
 from mgpu_core.devices import streams
 
 DEVICE = "MGPU_TEST_DEVICE"  # a variable: `cpu` runs the cases on the CPU of a machine with a GPU
-PURPOSES = ("copies", "sums", "capture", "sums of a capture")
+PURPOSES = get_args(streams.Purpose)
 OPTIMIZERS = ("sgd", "adamw", "lion")
 
 
@@ -72,7 +73,7 @@ class Here:
     def _sleeping(self, set_stream, own, milliseconds):
         def entered(stream):
             set_stream(stream)
-            if stream.stream_id in own:
+            if stream.stream_id in own or streams.is_for_captures(stream):
                 self.sleep(milliseconds)
 
         return entered

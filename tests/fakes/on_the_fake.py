@@ -2,8 +2,8 @@
 
 Each test of the lists runs on one of the two.  The plain fake, which the torch backend serves, has those of streams,
 inference, pipelines and synchronised layers, and in a list of its own the zoo, which needs other packages.  The fake
-CUDA runtime, and with MGPU_TEST_PTX=90 the kernels' PTX, have all others.  On the CPU all of them run.  Options go to pytest.  The first run compiles; processes that do so at once
-wait for each other.
+CUDA runtime, and with MGPU_TEST_PTX=90 the kernels' PTX, have all others.  On the CPU all of them run.  Options go to
+pytest.  The first run compiles; processes that do so at once wait for each other.
 """
 
 from __future__ import annotations

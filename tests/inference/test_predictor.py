@@ -2,10 +2,12 @@
 
 import asyncio
 import collections
+import gc
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from concurrent.futures import CancelledError
 
 import pytest
@@ -315,6 +317,23 @@ def test_a_coroutine_that_is_cancelled_before_there_is_a_free_slot_leaves_no_req
         asyncio.run(give_up(predict))  # its end waits for the thread that puts the request into the queue
         predict(x)
         assert predict.stats()[0].requests == 3
+
+
+def test_close_lets_go_of_the_copies():
+    """With their memory, and the streams of their graphs."""
+    seen = weakref.WeakSet()
+
+    class Net(nn.Linear):
+        def forward(self, x):
+            seen.add(self)
+            return super().forward(x)
+
+    predict = Predictor(Net(4, 3).to(cpu(1)[0]), cpu(2), max_batch=1, max_wait_ms=0)
+    predict(numbers(1))
+    assert seen
+    predict.close()
+    gc.collect()
+    assert not seen
 
 
 def test_close_answers_all_or_cancels_those_that_wait():

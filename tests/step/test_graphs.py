@@ -1,6 +1,7 @@
 """Replays of recorded steps are steps, on a recorder that has no GPU: what the host does around them."""
 
 import copy
+import gc
 import warnings
 from functools import partial
 from itertools import cycle
@@ -50,6 +51,23 @@ def test_replays_are_steps(name, ranks):
     one, other = captured.optimizer.state_dict()["state"], plain.optimizer.state_dict()["state"]
     for index, state in other.items():
         assert all(equal(one[index][key], value) for key, value in state.items())
+
+
+def test_close_lets_go_of_the_graphs_and_their_memory(monkeypatch):
+    net = Linear()
+    step = step_of(net, SGD(net.parameters(), lr=0.1))
+    recorder, gone = recorder_of(step), []
+
+    def forget():
+        gc.collect()
+        gone.append(graph() is None)
+
+    monkeypatch.setattr(recorder, "forget", forget)
+    for _ in range(WARM_UP + 2):
+        step(torch.ones(4, 3), torch.zeros(4, 2))
+    (graph,) = recorder.made
+    step.close()
+    assert gone == [True]
 
 
 def test_the_first_of_a_kind_are_ordinary():

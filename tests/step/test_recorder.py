@@ -1,5 +1,7 @@
 """The recorder of CUDA graphs next to a torch.cuda that only takes notes."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -44,7 +46,7 @@ def calls(monkeypatch):
             raise RuntimeError("not recording to this pool")
         calls.append(f"end allocation {device} {pool}")
 
-    monkeypatch.setattr(graph_cache, "own_stream", lambda purpose, gpu: None)
+    monkeypatch.setattr(graph_cache, "CaptureStream", lambda gpu: SimpleNamespace(stream=None))
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(pools))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", calls.make)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty the cache"))

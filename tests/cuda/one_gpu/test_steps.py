@@ -1,8 +1,11 @@
 """TrainStep next to a bare loop: eager and captured, with ranks on the CPU, in half precision, in two threads."""
 
+import threading
+
 import pytest
 import torch
 from fakes.here import OPTIMIZERS, in_threads, optimizer_of
+from torch import nn
 from torch.nn import functional
 
 import mgpu_core
@@ -64,3 +67,45 @@ def test_mixed_precision(here, amp_dtype):
         found.append(torch.stack([step(x, y) for x, y in here.batches(20, dtype=torch.float32)]).cpu())
     for each in found[1:]:
         torch.testing.assert_close(each, found[0], rtol=0, atol=3e-2)
+
+
+def rows_of(here, index):
+    generator = torch.Generator("cpu").manual_seed(index)
+    rows = 1 << 15 if here.is_gpu else 1 << 6
+    return tuple(torch.randn(rows, 64, device="cpu", generator=generator).to(here.device) for _ in range(2))
+
+
+def replayed(here, index, start, replays):
+    """Make a step, then that many replays once the others have come as far; return the losses and the weights."""
+    torch.manual_seed(index)
+    net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).to(here.device)
+    optimizer = mgpu_core.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    step = mgpu_core.TrainStep(
+        net,
+        lambda output, y: (output - y).square().mean(),
+        optimizer,
+        here.team(1),
+        amp_dtype=torch.bfloat16,
+        capture=here.is_gpu,
+    )
+    x, y = rows_of(here, index)
+    with here.stream():
+        losses = [step(x, y) for _ in range(5)]
+        start()
+        losses += [step(x, y) for _ in range(replays)]
+    here.wait()
+    assert not here.is_gpu or step.graphs.replays > replays, step.graphs.reason
+    return [torch.stack(losses).cpu(), *(each.detach().cpu() for each in net.parameters())]
+
+
+def test_replays_at_once_have_the_bits_of_replays_one_after_the_other(here):
+    """Gradients of weights are sums over 32,768 rows, which cuBLAS adds up in parts, in the workspace of a stream."""
+    replays, both, found = 200 if here.is_gpu else 3, threading.Barrier(2), [None, None]
+    wanted = [replayed(here, index, lambda: None, replays) for index in range(2)]
+
+    def work(index):
+        found[index] = replayed(here, index, lambda: both.wait(60), replays)
+
+    in_threads(work, 2)
+    for index in range(2):
+        assert all(map(torch.equal, found[index], wanted[index])), f"step {index} has other bits"

@@ -45,6 +45,7 @@ Memory memory;
 REGISTER_ALLOCATOR(kType, &memory);
 
 struct Late {
+  c10::DeviceIndex source;
   at::Tensor host, value;  // kept alive, as pinned memory is until the device is done with it
 };
 
@@ -149,12 +150,14 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void recordDataPtrOnStream(const c10::DataPtr&, const c10::Stream&) const override {}
   bool queryEvent(void*) const override { return true; }
   bool queryStream(const c10::Stream&) const override { return true; }
-  void synchronizeEvent(void*) const override { synchronize("event"); }
-  void synchronizeStream(const c10::Stream&) const override { synchronize("stream"); }
-  void synchronizeDevice(c10::DeviceIndex) const override { synchronize("device"); }
-  static void synchronize(const char* what) {
+  void synchronizeEvent(void* event) const override {
+    synchronize("event", static_cast<Recorded*>(event)->stream.device_index());
+  }
+  void synchronizeStream(const c10::Stream& stream) const override { synchronize("stream", stream.device_index()); }
+  void synchronizeDevice(c10::DeviceIndex device) const override { synchronize("device", device); }
+  static void synchronize(const char* what, c10::DeviceIndex device) {
     host_waits(what);
-    arrive();
+    arrive(device < 0 ? current : device);
   }
 };
 
@@ -196,9 +199,9 @@ at::Generator cpu_generator(const std::optional<at::Generator>& given, c10::Devi
   return static_cast<Numbers*>(wanted.unsafeGetGeneratorImpl())->source;
 }
 
-void copy_later(const at::Tensor& host, const at::Tensor& value) {
+void copy_later(c10::DeviceIndex source, const at::Tensor& host, const at::Tensor& value) {
   const std::lock_guard<std::mutex> guard(late_lock);
-  late.push_back({host, value});
+  late.push_back({source, host, value});
   std::memset(host.data_ptr(), 0xEE, host.nbytes());
 }
 
@@ -217,10 +220,13 @@ void record_stream(at::Tensor& tensor, c10::Stream stream) {
   recorded.push_back({reinterpret_cast<int64_t>(tensor.data_ptr()), stream.id()});
 }
 
-void arrive() {
+void arrive(c10::DeviceIndex source) {
   const std::lock_guard<std::mutex> guard(late_lock);
-  for (const auto& [host, value] : late) std::memcpy(host.data_ptr(), value.data_ptr(), host.nbytes());
-  late.clear();
+  const auto arriving =
+      std::stable_partition(late.begin(), late.end(), [=](const Late& each) { return each.source != source; });
+  for (auto each = arriving; each != late.end(); ++each)
+    std::memcpy(each->host.data_ptr(), each->value.data_ptr(), each->host.nbytes());
+  late.erase(arriving, late.end());
 }
 
 }  // namespace fake

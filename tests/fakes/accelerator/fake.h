@@ -2,7 +2,7 @@
 //
 // It is as strict as a real one where the package could go wrong without it.  Tensors know their device, and an
 // operation on two devices is an error; each device has a current stream and a random generator of its own; a copy to
-// the host that does not block leaves garbage there until somebody waits for the device.
+// the host that does not block leaves garbage there until somebody waits for the device that it comes from.
 //
 // devices.cpp is what torch asks of a device; kernels.cpp and fallback.cpp are what it asks of a tensor.  Here is what
 // they share.
@@ -33,9 +33,9 @@ at::Allocator& allocator();
 // The random numbers of a device (of the default generator, if none is given), as a generator that CPU kernels take.
 at::Generator cpu_generator(const std::optional<at::Generator>& given, c10::DeviceIndex device);
 
-// Writes the value to a contiguous host tensor when somebody waits for a device; until then there is garbage.
-void copy_later(const at::Tensor& host, const at::Tensor& value);
-void arrive();
+// Writes a device's value to a contiguous host tensor when somebody waits for that device; until then there is garbage.
+void copy_later(c10::DeviceIndex source, const at::Tensor& host, const at::Tensor& value);
+void arrive(c10::DeviceIndex source);
 
 // Notes that the host had to wait for a device, and for what; and a copy from one device to another.
 void host_waits(const char* what);

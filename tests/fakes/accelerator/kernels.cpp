@@ -60,7 +60,8 @@ at::Tensor empty_strided(SymIntArrayRef size, SymIntArrayRef stride, Maybe<at::S
 at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool non_blocking) {
   const bool to_host = target.is_cpu();
   if (to_host && non_blocking && target.is_contiguous()) {
-    copy_later(target, on_cpu(source).to(target.scalar_type(), false, true).expand(target.sizes()).contiguous());
+    const at::Tensor value = on_cpu(source).to(target.scalar_type(), false, true).expand(target.sizes()).contiguous();
+    copy_later(source.device().index(), target, value);
     return target;
   }
   if (!non_blocking && to_host != source.is_cpu()) host_waits("copy");
@@ -68,7 +69,7 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool no
     copied_directly(source.device(), target.device());
   }
   on_cpu(target).copy_(on_cpu(source));
-  if (to_host) arrive();  // in order: what was copied before it has arrived too
+  if (to_host) arrive(source.device().index());  // in order: what was copied before it has arrived too
   return target;
 }
 

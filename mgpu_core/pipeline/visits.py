@@ -319,11 +319,11 @@ class Visit:
         finally:
             self.device = here
 
-    def _write_back(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor, int]]) -> None:
+    def _write_back(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor, int]]) -> None:
         """Write into arguments of a layer what it has written into their copies."""
         for tensor, copied, version in copies:
             key = (id(tensor), copied.device, torch.is_grad_enabled())
-            if copied._version != version and self._copies.get(key, (0, None))[1] is copied:
+            if copied._version != version and key in self._copies and self._copies[key][1] is copied:
                 back = send(copied, tensor.device)
                 hand_over([back])
                 tensor.copy_(back)

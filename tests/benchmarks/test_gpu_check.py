@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from fakes.gpu_check import ROOT, Machine
 
-from benchmarks.gpu_check import bench, cases
+from benchmarks.gpu_check import bench, cases, variants
 from mgpu_core.tools.bench import cases as bench_cases
 from mgpu_core.tools.bench.titles import TITLES
 
@@ -246,3 +246,34 @@ def test_a_case_that_fails_leaves_the_others_their_turn(capsys: pytest.CaptureFi
     assert bench.run_all(runs, 5.0, lambda: next(times)) == 1
     assert ran == ["one", "two"]
     assert capsys.readouterr().out.splitlines()[-2:] == ["== late", "not run: no time was left"]
+
+
+LINES = """
+say() {
+  echo '{"kernel": "pack", "what": "64 tensors", "variant": "'$1'", "us": '$2', "p90": 31, "GBps": 2, "of_copy": '$3'}'
+}
+say "before: it" 30 0.5
+say shipped 20 0.75
+echo "variants with other bits: $WRONG"
+exit $WRONG
+"""
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_the_variants_of_kernels_stand_beside_what_they_were(
+    wrong: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program, out = tmp_path / "program", tmp_path / "out.json"
+    program.write_text(f"#!/bin/bash\nWRONG={wrong}\n{LINES}")
+    program.chmod(0o755)
+    assert variants.main([str(out), "--program", str(program)]) == wrong
+    said = capsys.readouterr().out
+    assert "| shipped | 20 | 31 | 2 | 0.75 |" in said.splitlines()
+    assert "figure: pack, 64 tensors: us 20  of_copy 0.75  times_before 1.500" in said.splitlines()
+    assert f"variants with other bits: {wrong}" in said.splitlines()
+    assert [row["us"] for row in json.loads(out.read_text())] == [30, 20]
+
+
+def test_variants_without_a_program_say_who_builds_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert variants.main(["--program", str(tmp_path / "none")]) == 2
+    assert "run benchmarks/gpu_check/prepare.sh" in capsys.readouterr().err

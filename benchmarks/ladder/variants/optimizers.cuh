@@ -47,7 +47,7 @@ __device__ __forceinline__ auto read_as(const Call& call, const Widened<T>* cons
 template <bool kOnce, int kWidth, class T, class Call, class Vectors>
 __device__ __forceinline__ void update_as(const Call& call, const Widened<T>* constants, int64_t i, Vectors in) {
   if constexpr (kOnce) {
-    compute<kWidth, T>(constants, false, in);
+    compute<false, kWidth, T>(constants, in);
     store_once<kWidth>(static_cast<T*>(call.exp_avg) + i, in.average);
     store_once<kWidth>(static_cast<T*>(call.exp_avg_sq) + i, in.square);
     store_once<kWidth>(static_cast<T*>(call.flat.parameters) + i, in.parameter);

@@ -163,8 +163,8 @@ FlatBuffer flat_of(Case& made, int64_t count, int64_t segments, const std::vecto
 }
 
 template <variants::Loads kLoads, bool kOnce, int kBlocks>
-Variant adam_variant(const char* name, const Adam& call, int64_t per_block) {
-  return walking(name, variants::flat_kernel<float, kLoads, kOnce, kBlocks, Adam>, call, per_block);
+Variant adam_variant(const char* name, const AdamOf<false>& call, int64_t per_block) {
+  return walking(name, variants::flat_kernel<float, kLoads, kOnce, kBlocks, AdamOf<false>>, call, per_block);
 }
 
 Made adamw(int64_t count, int64_t segments) {
@@ -174,11 +174,11 @@ Made adamw(int64_t count, int64_t segments) {
   const FlatBuffer flat = flat_of(*made, count, segments, {1e-3, 0.9, 0.999, 1e-8, 0.01, 0},
                                   {1, 1e-3 / 0.271, 0.0547, 0.1, 0.999, 0.001, 1e-8, 0, 1, 1 - 1e-5});
   Array &average = made->add(floats(count), 4 * count, true), &square = made->add(floats(count, true), 4 * count, true);
-  const Adam call{flat, average.as<void>(), square.as<void>(), nullptr, true};
+  const AdamOf<false> call{{flat, average.as<void>(), square.as<void>(), nullptr, true}};
   const int64_t tile = flat_tile(count);
   made->variants = {
       adam_variant<kPlain, false, 4>("before: loads, arithmetic; 4 blocks", call, tile),
-      walking("shipped", adam_kernel<float>, call, tile),
+      walking("shipped", adam_kernel<float, false>, call, tile),
       adam_variant<kAhead, false, 3>("next loads first; 3 blocks", call, tile),
       adam_variant<kAhead, false, 4>("next loads first; 4 blocks", call, tile),
       adam_variant<kAhead, false, 3>("next loads first; 3 blocks, persistent", call, held(count, 3)),

@@ -32,7 +32,10 @@ void update(const Sgd& call, int base, cudaStream_t stream) {
 }
 template <class T>
 void update(const Adam& call, int base, cudaStream_t stream) {
-  update("adam_kernel", adam_kernel<T>, call, base, stream);
+  if (call.max_exp_avg_sq)
+    update("adam_kernel", adam_kernel<T, true>, AdamOf<true>{call}, base, stream);
+  else
+    update("adam_kernel", adam_kernel<T, false>, AdamOf<false>{call}, base, stream);
 }
 template <class T>
 void update(const Lion& call, int base, cudaStream_t stream) {

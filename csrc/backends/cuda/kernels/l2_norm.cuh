@@ -91,9 +91,9 @@ __device__ __forceinline__ bool is_last(const NormEnd& norm) {
   return last;
 }
 
-// Each thread's sums in the order of the tiles, sixteen loads on their way together; then the block's.
+// Each thread's sums in the order of the tiles, eight loads on their way together; then the block's.
 __device__ __forceinline__ void finish_norm(const NormEnd& norm) {
-  constexpr int kTogether = 16;
+  constexpr int kTogether = 8;
   double sum = 0;
   for (int64_t i = threadIdx.x; i < norm.count; i += kTogether * kThreads) {
     double some[kTogether];

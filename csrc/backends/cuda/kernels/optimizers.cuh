@@ -140,22 +140,25 @@ __device__ __forceinline__ void update(const Sgd& call, const Widened<T>* consta
   store<kWidth>(static_cast<T*>(call.flat.parameters) + i, in.parameter);
 }
 
+// A kernel with the running maximum of AMSGrad, or one without it, which has registers left for other loads.
+template <bool kMaximum>
+struct AdamOf : Adam {};
 template <class T, int kWidth>
 struct AdamVectors {
   Vector<T, kWidth> parameter, gradient, average, square, most;
 };
-template <int kWidth, class T>
-__device__ __forceinline__ AdamVectors<T, kWidth> read(const Adam& call, const Widened<T>*, int64_t i, T) {
+template <int kWidth, class T, bool kMaximum>
+__device__ __forceinline__ AdamVectors<T, kWidth> read(const AdamOf<kMaximum>& call, const Widened<T>*, int64_t i, T) {
   AdamVectors<T, kWidth> in;
   in.parameter = load<kWidth>(static_cast<const T*>(call.flat.parameters) + i);
   in.average = load<kWidth>(static_cast<const T*>(call.exp_avg) + i);
   in.square = load<kWidth>(static_cast<const T*>(call.exp_avg_sq) + i);
   in.gradient = load<kWidth>(static_cast<const T*>(call.flat.gradients) + i);
-  in.most = call.max_exp_avg_sq ? load<kWidth>(static_cast<const T*>(call.max_exp_avg_sq) + i) : Vector<T, kWidth>{};
+  if constexpr (kMaximum) in.most = load<kWidth>(static_cast<const T*>(call.max_exp_avg_sq) + i);
   return in;
 }
-template <int kWidth, class T>
-__device__ __forceinline__ void compute(const Widened<T>* constants, bool amsgrad, AdamVectors<T, kWidth>& in) {
+template <bool kMaximum, int kWidth, class T>
+__device__ __forceinline__ void compute(const Widened<T>* constants, AdamVectors<T, kWidth>& in) {
   using Wide = Widened<T>;
 #pragma unroll
   for (int k = 0; k < kWidth; ++k) {
@@ -166,7 +169,7 @@ __device__ __forceinline__ void compute(const Widened<T>* constants, bool amsgra
     Wide v = widen<Wide>(in.square.at[k]) * constants[kKeep2] + constants[kFresh2] * g * g;
     in.average.at[k] = narrow<T>(m);
     in.square.at[k] = narrow<T>(v);
-    if (amsgrad) {
+    if constexpr (kMaximum) {
       const Wide so_far = widen<Wide>(in.most.at[k]);
       v = so_far > v ? so_far : v;
       in.most.at[k] = narrow<T>(v);
@@ -175,13 +178,13 @@ __device__ __forceinline__ void compute(const Widened<T>* constants, bool amsgra
         narrow<T>(p - constants[kStepSize] * (m / (sqrt(v) / constants[kRoot2] + constants[kAdamEps])));
   }
 }
-template <int kWidth, class T>
-__device__ __forceinline__ void update(const Adam& call, const Widened<T>* constants, int64_t i,
+template <int kWidth, class T, bool kMaximum>
+__device__ __forceinline__ void update(const AdamOf<kMaximum>& call, const Widened<T>* constants, int64_t i,
                                        AdamVectors<T, kWidth> in) {
-  compute<kWidth, T>(constants, call.max_exp_avg_sq != nullptr, in);
+  compute<kMaximum, kWidth, T>(constants, in);
   store<kWidth>(static_cast<T*>(call.exp_avg) + i, in.average);
   store<kWidth>(static_cast<T*>(call.exp_avg_sq) + i, in.square);
-  if (call.max_exp_avg_sq) store<kWidth>(static_cast<T*>(call.max_exp_avg_sq) + i, in.most);
+  if constexpr (kMaximum) store<kWidth>(static_cast<T*>(call.max_exp_avg_sq) + i, in.most);
   store<kWidth>(static_cast<T*>(call.flat.parameters) + i, in.parameter);
 }
 
@@ -321,11 +324,12 @@ __global__ void __launch_bounds__(kThreads) lion_kernel(const __grid_constant__ 
 }
 
 // Blocks that a multiprocessor holds at once: as many as there are registers for without spilling.
-template <class T>
-constexpr int kAdamBlocks = sizeof(T) == 4 ? 3 : 2;
+template <class T, bool kMaximum>
+constexpr int kAdamBlocks = sizeof(T) == 4 && !kMaximum ? 3 : 2;
 
-template <class T>
-__global__ void __launch_bounds__(kThreads, kAdamBlocks<T>) adam_kernel(const __grid_constant__ Adam call, Walk walk) {
+template <class T, bool kMaximum>
+__global__ void __launch_bounds__(kThreads, kAdamBlocks<T, kMaximum>)
+    adam_kernel(const __grid_constant__ AdamOf<kMaximum> call, Walk walk) {
   for_block<T>(call, walk);
 }
 

@@ -116,6 +116,24 @@ def test_tensors_become_pointers_in_few_files():
     }
 
 
+def names_a_device(call: ast.Call) -> bool:
+    """Whether it is a call of ``to`` with a device among its arguments, by the names in them."""
+    arguments = [*call.args, *(each.value for each in call.keywords)]
+    names = [getattr(node, "id", getattr(node, "attr", "")) for each in arguments for node in ast.walk(each)]
+    return getattr(call.func, "attr", "") == "to" and any(name.startswith("device") for name in names)
+
+
+def test_tensors_go_to_other_devices_by_one_file():
+    """It knows which ones may copy directly.  Benchmarks show what torch does, and the reference starts from files."""
+    found = {
+        str(path.relative_to(PACKAGE).parent)
+        for path in FILES
+        if path != PACKAGE / "devices" / "transfer.py"
+        if any(isinstance(node, ast.Call) and names_a_device(node) for node in ast.walk(ast.parse(path.read_text())))
+    }
+    assert found <= {"tools/bench", "tools/bench/cases", "tools/mnist"}
+
+
 def includes_of(path: Path) -> list[str]:
     return re.findall(r'#include [<"]([^>"]+)[>"]', path.read_text())
 

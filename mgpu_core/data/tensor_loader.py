@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from mgpu_core.devices.transfer import to_device
 from mgpu_core.kernels import gather_rows
 
 __all__ = ["TensorLoader", "batches_of"]
@@ -65,7 +66,7 @@ class TensorLoader:
         order = torch.arange(count, device="cpu")
         if self._shuffle:
             order = torch.randperm(count, generator=self._generator, device="cpu")
-        order = order[: self._rows].to(self.tensors[0].device)
+        order = to_device(order[: self._rows], self.tensors[0].device)
         return batches_of(self.tensors, order, self.batch_size, self._scale, self._shift)
 
 

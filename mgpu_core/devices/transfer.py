@@ -22,18 +22,30 @@ from torch.nn import Module
 from mgpu_core.devices import streams
 from mgpu_core.devices.streams import on, own_stream, reach_each_other
 
-__all__ = ["copy_aside", "copying_to", "copy_into", "hand_over", "lend", "module_to", "to_device", "used_here"]
+__all__ = [
+    "copied_so_far",
+    "copy_aside",
+    "copy_into",
+    "copying_to",
+    "hand_over",
+    "lend",
+    "module_to",
+    "to_device",
+    "used_here",
+]
 
 
-def to_device(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return the tensor on a device, in a dtype; the tensor itself where it is so already.  Differentiable.
+def to_device(
+    tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None, *, copy: bool = False
+) -> torch.Tensor:
+    """Return the tensor on a device, in a dtype; without ``copy`` itself where it is so already.  Differentiable.
 
     The copy is ordered with the current streams of both devices.  The host waits for copies to the CPU alone, and
     between GPUs that cannot reach each other's memory, whose copies go by way of the host.
     """
     if not reach_each_other(tensor.device, device):
         tensor = tensor.cpu()
-    return tensor.to(device, dtype, non_blocking=device.type != "cpu")
+    return tensor.to(device, dtype, non_blocking=device.type != "cpu", copy=copy)
 
 
 def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -74,13 +86,26 @@ def lend(tensors: Sequence[torch.Tensor]) -> None:
             tensor.record_stream(side)
 
 
-def hand_over(tensors: Sequence[torch.Tensor]) -> None:
-    """Let the current streams compute with tensors that were made inside :func:`copying_to`."""
+def hand_over(tensors: Sequence[torch.Tensor], copied: torch.Event | None = None) -> None:
+    """Let the current streams compute with tensors that were made inside :func:`copying_to`.
+
+    Args:
+        tensors: the tensors.
+        copied: of :func:`copied_so_far`; ``None``: the streams wait for all copies that have been started by now.
+    """
     for tensor in tensors:
         if tensor.device.type == streams.GPU_TYPE:
             current = torch.accelerator.current_stream(tensor.device)
-            current.wait_stream(own_stream("copies", tensor.device.index))
+            if copied is None:
+                current.wait_stream(own_stream("copies", tensor.device.index))
+            else:
+                current.wait_event(copied)
             tensor.record_stream(current)
+
+
+def copied_so_far(device: torch.device) -> torch.Event | None:
+    """Return an event after the copies to a GPU that have been started; ``None`` on other devices."""
+    return own_stream("copies", device.index).record_event() if device.type == streams.GPU_TYPE else None
 
 
 def used_here(tensors: Sequence[torch.Tensor]) -> None:

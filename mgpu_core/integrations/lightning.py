@@ -14,6 +14,7 @@ import torch
 from torch.nn import Module
 
 from mgpu_core.devices.devices import DeviceLike, as_devices
+from mgpu_core.devices.transfer import to_device
 from mgpu_core.parallel.scatter_inputs.cut import Arguments
 from mgpu_core.step.train_step import TrainStep
 from mgpu_core.support.extras import require
@@ -186,7 +187,9 @@ class _Forward(Module):
         for name, found in calls.items():
             total = sum(each.rows for each in found)
             device = next((each.value.device for each in found if isinstance(each.value, torch.Tensor)), None)
-            mean = sum(torch.as_tensor(each.value).detach().to(device) * (each.rows / total) for each in found)
+            numbers = [torch.as_tensor(each.value).detach() for each in found]
+            on = numbers[0].device if device is None else device
+            mean = sum(to_device(number, on) * (each.rows / total) for number, each in zip(numbers, found, strict=True))
             sizes = [each.options["batch_size"] for each in found if each.options.get("batch_size") is not None]
             options = found[0].options | {"batch_size": sum(sizes) if sizes else int(total)}
             module.log(name, mean, *found[0].args, **options)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from mgpu_core.devices.transfer import to_device
 from mgpu_core.support.extras import require
 from mgpu_core.trees.containers import register_container
 from mgpu_core.trees.nested import Rows
@@ -57,4 +58,4 @@ def _graphs(batch: Any) -> tuple[list[Any], list[str]]:
 
 def _batch(values: list[Any], followed: list[str]) -> Any:
     graphs, numbers = values
-    return _data.Batch.from_data_list(graphs, follow_batch=followed).to(numbers.device)
+    return _data.Batch.from_data_list(graphs, follow_batch=followed).apply(lambda each: to_device(each, numbers.device))

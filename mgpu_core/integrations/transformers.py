@@ -15,6 +15,7 @@ import torch
 from torch.nn import Module
 
 from mgpu_core.devices.devices import DeviceLike, as_devices, local_devices
+from mgpu_core.devices.transfer import to_device
 from mgpu_core.parallel.label_watch import count_labels, loss_function_of, shifts_labels
 from mgpu_core.support.extras import require
 from mgpu_core.trees.nested import tensors_in
@@ -173,7 +174,7 @@ class _Model(DataParallel[Any]):
             found = torch.autograd.grad(losses[0], self._divisors[0], retain_graph=True, allow_unused=True)
             self._divides = found[0] is not None
         if total is None or not self._divides:
-            total = torch.stack([count.to(self._items[0].device) for count in self._items]).sum()
+            total = torch.stack([to_device(count, self._items[0].device) for count in self._items]).sum()
         sums = []
         for output, loss, count in zip(outputs, losses, self._items, strict=True):
             # The mean of a rank without items is 0 / 0, and must not count.

@@ -59,9 +59,9 @@ class Crossing:
         self.leaf = copy_aside(source.detach(), device).requires_grad_()
         self.grad: torch.Tensor | None = None
 
-    def handed(self) -> torch.Tensor:
-        """Return the copy for the stage to compute with."""
-        hand_over([self.leaf])
+    def handed(self, copied: torch.Event | None = None) -> torch.Tensor:
+        """Return the copy for the stage to compute with, after this event, or all copies to its device."""
+        hand_over([self.leaf], copied)
         given: torch.Tensor = _Handed.apply(self.leaf)
         return given
 

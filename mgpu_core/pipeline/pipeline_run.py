@@ -26,7 +26,7 @@ import torch
 from torch._C._autograd import _get_sequence_nr
 from torch.nn import Module
 
-from mgpu_core.devices.streams import caller_streams, on
+from mgpu_core.devices.streams import caller_streams, on, on_all
 from mgpu_core.devices.time_limits import time_limit
 from mgpu_core.devices.transfer import hand_over
 from mgpu_core.pipeline.attributes import Before, LaneView
@@ -313,7 +313,7 @@ class MicroBatch(Visit):
     ) -> None:
         """Run the forward, and in a training step the loss and the backward; ``learn`` is called between them."""
         run, last = self._run, len(self.places.devices) - 1
-        with self._turn, self:
+        with on_all(self.places.devices, run.streams), self._turn, self:
             with ExitStack() as stack:
                 for kind in dict.fromkeys(device.type for device in self.places.devices):
                     _enter(stack, run.autocast(torch.device(kind)))
@@ -376,17 +376,25 @@ class MicroBatch(Visit):
         """Go on in the next stage after the last layer of one; return its output there.
 
         So a checkpoint around the next layer finds its input on the device where it draws random numbers.  Containers
-        that the layer was given keep their entries.
+        that the layer was given keep their entries.  The copy starts in this turn: in the next one it would wait for
+        what other micro-batches have launched here meanwhile.
         """
         if self.stage != border.stage or border.next_stage is None:
             return output
+        self.start(border.next_stage, output)
         self.go_to(border.next_stage)
         self._crossing_frame = checkpoint_frame()
         undo: Undo = []
         output = map_in_place(output, self._brought, undo)
+        self.started.clear()
         are_given = Contents(given).ids if undo else set()
         exchanged_back([each for each in undo if id(each[0]) in are_given])
         return output
+
+    def begun(self, tensor: torch.Tensor, device: torch.device) -> Any:
+        if self._run.last is None or not (tensor.requires_grad and torch.is_grad_enabled()):
+            return super().begun(tensor, device)
+        return None if tensor.grad_fn is None else Crossing(tensor, device)
 
     def _note_number(self) -> None:
         """Let the next micro-batch in this stage go on with the numbers of autograd's nodes."""
@@ -431,8 +439,8 @@ class MicroBatch(Visit):
             before, version = self._latest.get(id(tensor), (tensor, tensor._version))
             if before._version != version and before is not tensor:  # written in place in a stage between
                 return self.bring(before)
-            crossing = Crossing(tensor, self.device)
-            given = self._cuts[key] = crossing.handed()
+            crossing, copied = self.started.pop(id(tensor), None) or (Crossing(tensor, self.device), None)
+            given = self._cuts[key] = crossing.handed(copied)
             self._latest[id(tensor)] = given, given._version
             self._cut_nodes[given.grad_fn] = self.stage
             self._read.setdefault(self.stage, []).append((crossing, made_in))

@@ -30,7 +30,8 @@ from torch.nn import Module
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils.checkpoint import checkpoint
 
-from mgpu_core.devices.transfer import hand_over
+from mgpu_core.devices.streams import reach_each_other
+from mgpu_core.devices.transfer import copied_so_far, hand_over
 from mgpu_core.parallel.replicate_modules import build_replica
 from mgpu_core.pipeline.borders import send
 from mgpu_core.pipeline.deferred import recomputing
@@ -118,6 +119,7 @@ class Visit:
         recomputes: layers keep only their inputs, and run again in backward.
         late: layers whose first call came after a later stage had begun.
         without_grad: a layer ran in ``torch.no_grad()``.
+        started: by the ids of tensors, their copies that are on the way to the next stage, with events after them.
         used_in: the names of tensors around layers, with the layer before; for :meth:`watch`.
     """
 
@@ -134,6 +136,7 @@ class Visit:
         self._glue, self._height = _Glue(self), 0  # of the stack of modes with the glue's on top; 0: it is not there
         self._running: list[tuple[Border, list[Callable[[], None]]]] = []  # layers, with what ends them
         self._copies: dict[tuple[int, torch.device, bool], tuple[int, torch.Tensor, torch.Tensor]] = {}
+        self.started: dict[int, tuple[Any, torch.Event | None]] = {}
         self._outer: Visit | None = None
         self._current = ExitStack()  # the device of this thread
 
@@ -288,9 +291,32 @@ class Visit:
         version = -1 if tensor.is_inference() else tensor._version
         found = self._copies.get(key)
         if found is None or found[0] != version:
-            found = self._copies[key] = version, send(tensor, self.device), tensor
-            hand_over([found[1]])
+            copy, copied = self.started.pop(id(tensor), None) or (send(tensor, self.device), None)
+            found = self._copies[key] = version, copy, tensor
+            hand_over([copy], copied)
         return found[1]
+
+    def start(self, stage: int, nest: Any) -> None:
+        """Start the copies of a nest's tensors to the next stage, in the turn of this one.
+
+        Started in the next turn, they would wait for what other calls have launched on this stage's device meanwhile.
+        The host waits for no such copy: those to the CPU are left to :meth:`bring`.
+        """
+        device = self.places.devices[stage]
+        if device.type != "cpu":
+            map_in_place(nest, partial(self._started, device), [])
+
+    def _started(self, device: torch.device, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or leaf.device == device or leaf.is_meta or id(leaf) in self.started:
+            return leaf
+        has_copy = (id(leaf), device, torch.is_grad_enabled()) in self._copies
+        if not has_copy and reach_each_other(leaf.device, device) and (copy := self.begun(leaf, device)) is not None:
+            self.started[id(leaf)] = copy, copied_so_far(device)
+        return leaf
+
+    def begun(self, tensor: torch.Tensor, device: torch.device) -> Any:
+        """Return a copy on another device that has begun; ``None``: it is not to begin yet."""
+        return send(tensor, device)
 
     def bring_to(self, device: torch.device, nest: Any) -> Any:
         """Return a nest with its tensors brought to a device; another stage's device that it names becomes this one."""
@@ -318,6 +344,7 @@ class Visit:
             return args, {name: map_in_place(each, brought, undo) for name, each in kwargs.items()}
         finally:
             self.device = here
+            self.started.clear()
 
     def _write_back(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor, int]]) -> None:
         """Write into arguments of a layer what it has written into their copies."""
@@ -476,6 +503,8 @@ class Border:
             if not self.places.is_active and not self._is_spread(layer):
                 return args, kwargs
             visit = _OfLayer(self.places, self, visit).__enter__()
+        if self.stage > visit.stage:
+            visit.start(self.stage, (args, kwargs))
         visit.begin_layer(self, layer)
         device = visit.device if self.is_wrapped else self.places.devices[self.stage]
         return visit.bring_arguments(device, args, kwargs)

@@ -22,6 +22,7 @@ from torch.nn.functional import linear as linear_of
 from mgpu_core.comm import autograd
 from mgpu_core.comm.arguments import as_list
 from mgpu_core.devices.devices import DeviceLike
+from mgpu_core.devices.transfer import to_device
 from mgpu_core.tensor_parallel.collectives import broadcast
 from mgpu_core.tensor_parallel.shards import Sharded
 
@@ -145,7 +146,7 @@ class RowParallelLinear(_ShardedLinear):
         """Return a Parameter with a copy of the values on the first device."""
         if bias is None:
             return None
-        return nn.Parameter(bias.detach().to(self.device_ids[0], copy=True), bias.requires_grad)
+        return nn.Parameter(to_device(bias.detach(), self.device_ids[0], copy=True), bias.requires_grad)
 
     def forward(self, x: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
         """Return ``x @ weight.T + bias`` on the first device; partial sums are added in rank order.

@@ -24,6 +24,7 @@ from torch.nn import Module
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from mgpu_core.devices.streams import on_all
+from mgpu_core.devices.transfer import to_device
 from mgpu_core.errors import Error
 from mgpu_core.ranks.context import checkpoint_closure
 from mgpu_core.ranks.random import current_generator, current_stream, numbers_of
@@ -192,7 +193,7 @@ def decided(place: str, decide: Callable[[], Any]) -> Any:
 
     def of_first(_: Run, values: list[Any]) -> list[Any]:
         def on(rank: int, leaf: Any) -> Any:
-            return leaf.to(devices[rank], copy=rank > 0) if isinstance(leaf, torch.Tensor) else leaf
+            return to_device(leaf, devices[rank], copy=rank > 0) if isinstance(leaf, torch.Tensor) else leaf
 
         return [map_leaves(values[0], partial(on, rank)) for rank in range(len(values))]
 

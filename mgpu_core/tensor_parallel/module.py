@@ -16,7 +16,7 @@ from mgpu_core.comm.autograd import broadcast_buckets
 from mgpu_core.comm.trace_hooks import trace_backward
 from mgpu_core.devices.devices import DeviceLike, as_devices
 from mgpu_core.devices.time_limits import time_limit
-from mgpu_core.devices.transfer import to_device
+from mgpu_core.devices.transfer import copy_into, to_device
 from mgpu_core.errors import Error
 from mgpu_core.pipeline.placement import is_spread, refuse_moves
 from mgpu_core.pipeline.weights import Weights, weights_of
@@ -230,11 +230,11 @@ class TensorParallel(Module):
         for own, file, name in files.tensors():
             if own not in kept:
                 for of_rank in buffers:
-                    of_rank[own].copy_(file.get_tensor(name))
+                    copy_into(of_rank[own], file.get_tensor(name))
                 continue
             cut = kept[own].cut
             for rank, part in enumerate(kept[own].parts):
-                part.copy_(file.get_tensor(name) if cut is None else cut.part(file.get_slice(name), rank, ranks))
+                copy_into(part, file.get_tensor(name) if cut is None else cut.part(file.get_slice(name), rank, ranks))
 
     def train(self, mode: bool = True) -> TensorParallel:
         """Set the mode of all ranks."""
@@ -456,11 +456,11 @@ class TensorParallel(Module):
         for name, shape in wanted.items():
             if name not in kept:
                 for of_rank in lanes if shape is not None else ():  # extra states are those of the module
-                    of_rank[name].copy_(state[name])
+                    copy_into(of_rank[name], state[name])
                 continue
             cut = kept[name].cut
             for rank, part in enumerate(kept[name].parts):
-                part.copy_(state[name] if cut is None else cut.part(state[name], rank, len(self.device_ids)))
+                copy_into(part, state[name] if cut is None else cut.part(state[name], rank, len(self.device_ids)))
 
     def uncut(self) -> Module:
         """Return the module alone, with copies of all tensors on the first device."""
@@ -544,7 +544,7 @@ def _load_buffers(tp: TensorParallel, _: Any) -> None:
     """Give the other ranks the buffers that rank 0 has."""
     for lane in tp._lanes[1:]:
         for buffer, first in zip(lane.net.buffers(), tp._lanes[0].net.buffers(), strict=True):
-            buffer.copy_(first)
+            copy_into(buffer, first)
 
 
 def _refuse_hooks(net: Module) -> None:

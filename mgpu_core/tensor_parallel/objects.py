@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mgpu_core.devices.transfer import to_device
 from mgpu_core.trees.nested import flatten
 
 __all__ = ["PLAIN", "Objects"]
@@ -138,7 +139,7 @@ def _copied(given: Any, devices: Sequence[torch.device]) -> list[Any]:
         raise TypeError(f"a {name} among the arguments holds a tensor that requires grad: pass it itself")
     try:
         return [
-            copy.deepcopy(given, {id(each): each.detach().to(device, copy=True) for each in tensors})
+            copy.deepcopy(given, {id(each): to_device(each.detach(), device, copy=True) for each in tensors})
             for device in devices
         ]
     except Exception as error:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
+from mgpu_core.devices.transfer import to_device
 from mgpu_core.tensor_parallel.objects import PLAIN
 from mgpu_core.tensor_parallel.plan import Plan
 from mgpu_core.trees.comparison import any_in_half, difference
@@ -129,7 +130,7 @@ def arguments(seen: Any) -> tuple[Any, Any] | None:
         if isinstance(leaf, torch.Tensor):
             return leaf.detach().repeat_interleave(times, dim) if times > 1 else leaf.detach().clone()
         shape = [size * (times if at == dim else 1) for at, size in enumerate(like.shape)]
-        return torch.randn(shape, generator=generator, device="cpu").to(leaf.device, like.dtype)
+        return to_device(torch.randn(shape, generator=generator, device="cpu"), leaf.device, like.dtype)
 
     args, kwargs = map_leaves((args, kwargs), filled)
     return args, kwargs

@@ -345,3 +345,78 @@ def test_the_device_of_a_layer_is_current_in_it():
         assert current() == 3
         place(Around(), ["fake:0", "cpu"], ["last"])(x)
         assert current() == 3
+
+
+class First(nn.Linear):
+    """Notes how many copies to the next stage have begun when it is called."""
+
+    def forward(self, x):
+        self.begun.append(len([pair for pair in waits_so_far() if pair == self.copying]))
+        if len(self.begun) == 3:
+            self.third.set()
+        return super().forward(x)
+
+
+class Held(nn.Linear):
+    """Launches nothing until the first layer was called for a third time."""
+
+    def forward(self, x):
+        assert self.third.wait(20)
+        return super().forward(x)
+
+
+def waits_so_far():
+    WAITS.extend((copies, ((a, b), (c, d))) for a, b, c, d, copies in device_module.built.take_waits())
+    return [pair for _, pair in WAITS]
+
+
+WAITS = []
+
+
+@pytest.mark.parametrize("way", ["forward", "with_grad", "step", "place"])
+def test_a_copy_begins_before_later_micro_batches_are_launched(way):
+    """And the next stage waits for that copy alone: for no later one, which comes after later work."""
+    net = nn.Sequential(First(2, 2), Held(2, 2))
+    net[0].begun, net[0].third = [], threading.Event()
+    net[1].third = net[0].third
+    net[0].copying = id_of(streams.own_stream("copies", 0)), id_of(torch.accelerator.current_stream("fake:0"))
+    if way == "place":
+        placed = place(net, DEVICES, ["1"])
+        net[0].third.set()
+        placed(rows()), placed(rows())
+        run = lambda: at_once(*[lambda: placed(rows())] * 3)  # noqa: E731
+    else:
+        pipe = Pipeline(net, DEVICES, split_points=["1"], chunks=3, schedule="gpipe")
+        step = TrainStep(pipe, mse, optim.SGD(net.parameters(), lr=0.1)) if way == "step" else pipe
+        arguments = [torch.ones(6, 2, device="fake:0")] * (2 if way == "step" else 1)
+
+        def run():
+            with torch.set_grad_enabled(way != "forward"):
+                step(*arguments)
+
+        net[0].third.set()
+        run()
+    net[0].third.clear()
+    net[0].begun.clear()
+    waits_so_far()
+    WAITS.clear()
+    device_module.built.take_direct_copies()
+    run()
+    assert net[0].begun == [0, 1, 2]
+    waits_so_far()
+    wanted = id_of(torch.accelerator.current_stream("fake:1")), id_of(streams.own_stream("copies", 1))
+    known = 2 if way == "place" else 3  # an output of place goes back
+    behind = [copies for copies, pair in WAITS if pair == wanted][:known]
+    assert [copies - behind[0] for copies in behind] == [0, 1, 2][:known]
+
+
+def test_micro_batches_compute_and_copy_on_the_streams_of_the_caller():
+    pipe = Pipeline(nn.Sequential(*linears()), DEVICES, chunks=2)
+    x, own = rows(), [torch.Stream(each) for each in DEVICES]
+    pipe(x)
+    computing = {id_of(torch.accelerator.current_stream(each)) for each in DEVICES}
+    waits()
+    with streams.on_all([torch.device(each) for each in DEVICES], own):
+        pipe(x)
+        assert crossings(0, 1) <= set(found := waits())
+    assert not computing & {each for pair in found for each in pair}

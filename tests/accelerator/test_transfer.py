@@ -10,7 +10,17 @@ from fakes.tensors import numbers
 from step.nets import mse
 from torch import nn
 
-from mgpu_core import DataParallel, DeviceLoader, Pipeline, Predictor, TrainStep, comm, convert_sync_batchnorm, place
+from mgpu_core import (
+    DataParallel,
+    DeviceLoader,
+    Pipeline,
+    Predictor,
+    TensorParallel,
+    TrainStep,
+    comm,
+    convert_sync_batchnorm,
+    place,
+)
 from mgpu_core.devices import transfer
 from mgpu_core.optim import AdamW
 
@@ -68,6 +78,39 @@ def loaded():
     return [each.joined().cpu() for pair in DeviceLoader(batches, TWO) for each in pair]
 
 
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.norm, self.down = nn.Linear(4, 8), nn.BatchNorm1d(4), nn.Linear(8, 4)
+
+    def forward(self, x, given):
+        noise = torch.bernoulli(torch.full_like(x, 0.5))
+        return self.norm(self.down(torch.relu(self.up(x + noise + given.offset))))
+
+
+class Given:
+    """No container: it is copied for each rank."""
+
+    def __init__(self):
+        self.offset = numbers(12, 4, device="fake:0")
+
+
+def tensor_parallel():
+    model = TensorParallel(Mlp().to("fake:0"), TWO, {"up": "column", "down": "row"})
+    torch.manual_seed(1)
+    output = model(numbers(12, 4, device="fake:2"), Given())
+    output.square().sum().backward()
+    state = {name: each.cpu().to("fake:3") for name, each in model.full_state_dict().items()}
+    model.load_full_state_dict(state)
+    model.load_state_dict(model.state_dict())
+    return [output.detach().cpu(), *(each.grad.cpu() for each in model.parameters()), *uncut(model)]
+
+
+def uncut(model):
+    return [each.detach().cpu() for each in model.uncut().state_dict().values()]
+
+
 def adamw(parameters):
     return AdamW(parameters, lr=0.01)
 
@@ -88,6 +131,7 @@ CASES = {
     "pipeline": lambda: cut(lambda module: Pipeline(module, TWO, chunks=3)),
     "place": lambda: cut(lambda module: place(module, TWO, ["2"])),
     "predictor": answered,
+    "tensor parallel": tensor_parallel,
     "loader": loaded,
 }
 

@@ -24,7 +24,7 @@ def gpus(monkeypatch):
 
 def waits():
     """Pairs of streams, each as (device, id): the first has waited for the second since the last call."""
-    return [((a, b), (c, d)) for a, b, c, d in device_module.built.take_waits()]
+    return [((a, b), (c, d)) for a, b, c, d, _ in device_module.built.take_waits()]
 
 
 def id_of(stream):

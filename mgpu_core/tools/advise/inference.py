@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
+from mgpu_core.devices.transfer import module_to
 from mgpu_core.inference.predictor import Predictor
 from mgpu_core.inference.requests import Call, Request
 from mgpu_core.pipeline.placement import is_spread
@@ -226,7 +227,7 @@ def _measured(
     """Return what callers of one row saw, and one of whole batches."""
     one_row: Call = map_leaves(call, lambda leaf: leaf[:1] if isinstance(leaf, torch.Tensor) else leaf)
     if not way.ranks:
-        bare = copy_module(net).to(devices[0]).eval()
+        bare = module_to(copy_module(net), devices[0]).eval()
         one = asked_for(partial(_call_bare, bare, one_row, devices[0]), 1, callers, seconds)
         return one, asked_for(partial(_call_bare, bare, call, devices[0]), rows, 1, seconds) if rows > 1 else None
     settings = {"max_batch": way.max_batch, "max_wait_ms": way.max_wait_ms}

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
+from mgpu_core.devices.transfer import module_to, to_device
 from mgpu_core.errors import Error
 from mgpu_core.step.graph_cache import GRAPH_DEVICE, WARM_UP
 from mgpu_core.step.train_step import TrainStep
@@ -55,7 +56,7 @@ def copied(module: Any, device: torch.device) -> Any:
         return module
     found = copy_module(module)
     found.zero_grad(set_to_none=True)
-    return found.to(device)
+    return module_to(found, device)
 
 
 class Way:
@@ -108,7 +109,7 @@ class Loop(Way):
         return output.mean() if self.loss_fn is None else self.loss_fn(output, self._moved(batch[-1]))
 
     def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self.device, non_blocking=True)
+        return to_device(tensor, self.device)
 
     def step(self, batch: Batch) -> None:
         self.optimizer.zero_grad()

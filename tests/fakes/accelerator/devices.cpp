@@ -56,10 +56,12 @@ constexpr c10::StreamId kStreamsOfAPool = 32;
 struct Recorded {
   c10::Stream stream;
   std::chrono::steady_clock::time_point time;
+  int64_t copies;  // from one device to another, that there were before
 };
 
 struct Wait {
   c10::Stream waiter, awaited;
+  int64_t copies;  // before the event
 };
 std::mutex waits_lock;
 std::vector<Wait> waits;
@@ -67,6 +69,7 @@ std::vector<std::pair<int64_t, int64_t>> recorded;  // pointer, stream
 
 std::vector<std::string> waits_of_the_host;      // under waits_lock
 std::vector<std::pair<int, int>> direct_copies;  // under waits_lock
+std::atomic<int64_t> all_copies{0};              // of these
 
 std::mutex late_lock;
 std::vector<Late> late;
@@ -135,11 +138,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   // All work but the late copies is done when its call returns, so there is little to wait for; tests ask who waited.
   void record(void** event, const c10::Stream& stream, c10::DeviceIndex, c10::EventFlag) const override {
     delete static_cast<Recorded*>(*event);
-    *event = new Recorded{stream, std::chrono::steady_clock::now()};
+    *event = new Recorded{stream, std::chrono::steady_clock::now(), all_copies};
   }
   void block(void* event, const c10::Stream& stream) const override {
     const std::lock_guard<std::mutex> guard(waits_lock);
-    waits.push_back({stream, static_cast<Recorded*>(event)->stream});
+    waits.push_back({stream, static_cast<Recorded*>(event)->stream, static_cast<Recorded*>(event)->copies});
   }
   void destroyEvent(void* event, c10::DeviceIndex) const noexcept override { delete static_cast<Recorded*>(event); }
   double elapsedTime(void* first, void* last, c10::DeviceIndex) const override {
@@ -213,6 +216,7 @@ void host_waits(const char* what) {
 void copied_directly(c10::Device source, c10::Device target) {
   const std::lock_guard<std::mutex> guard(waits_lock);
   direct_copies.push_back({source.index(), target.index()});
+  ++all_copies;
 }
 
 void record_stream(at::Tensor& tensor, c10::Stream stream) {
@@ -236,12 +240,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.attr("devices") = int(fake::kDevices);
   module.def("current", [] { return int(fake::current); });
   module.def("make_current", [](int index) { fake::make_current(c10::DeviceIndex(index)); });
-  // Since the last call: (device, stream, device, stream), of which the first waited for the second.
+  // Since the last call: (device, stream, device, stream, copies), of which the first stream waited for the second, where
+  // so many copies from one device to another had been made.
   module.def("take_waits", [] {
     const std::lock_guard<std::mutex> guard(fake::waits_lock);
-    std::vector<std::array<int64_t, 4>> found;
-    for (const auto& [waiter, awaited] : fake::waits)
-      found.push_back({waiter.device_index(), waiter.id(), awaited.device_index(), awaited.id()});
+    std::vector<std::array<int64_t, 5>> found;
+    for (const auto& [waiter, awaited, copies] : fake::waits)
+      found.push_back({waiter.device_index(), waiter.id(), awaited.device_index(), awaited.id(), copies});
     fake::waits.clear();
     return found;
   });

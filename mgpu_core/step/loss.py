@@ -7,6 +7,7 @@ weights is divided when all weights are known, after the sums over the ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -227,21 +228,24 @@ class Window:
     def add(self, rows: Sequence[int], losses: Sequence[RankLoss], device: torch.device) -> torch.Tensor:
         """Count a call that went through; return its loss, as one device would have it, on ``device``."""
         self.calls += 1
+        of_labels: torch.Tensor | None = None  # the ranks' weights, where the host does not know them
         if self._reduction == "mean" and (losses[0].weight is not None or self._is_weighed):
-            weights_of_means = self._weights_of(losses, device)
-            rows = weights_of_means
-        total: Any = sum(rows)
+            rows = self._weights_of(losses, device)
+            if type(rows[0]) is torch.Tensor:
+                of_labels = torch.stack(rows) if len(rows) > 1 else rows[0]
+        total: Any = sum(rows) if of_labels is None else of_labels.sum()
         if self._reduction != "weighted":
-            self.weight += total
+            self.weight = self.weight + total if self.calls > 1 else total
             self._call_weight = total
         if len(losses) == 1 and self._reduction != "weighted" and losses[0].value.device == device:
             return losses[0].value  # one rank's is the whole
         values = [each.value if each.value.device == device else to_device(each.value, device) for each in losses]
         if self._reduction == "sum":
             return _total(values, [1.0] * len(values))
-        if type(total) is torch.Tensor:
-            parts = [torch.where(w == 0, 0.0, v * w) for v, w in zip(values, weights_of_means, strict=True)]
-            return _total(parts, [1.0] * len(parts)) / total
+        if of_labels is not None:  # few launches, whatever the number of ranks
+            parts = (torch.stack(values) * of_labels).masked_fill_(of_labels == 0, 0.0)
+            loss: torch.Tensor = parts.sum() / total
+            return loss
         if self._reduction == "mean":
             if total and 0 in rows:  # a mean over no labels is NaN, and adds nothing
                 values = [value for value, count in zip(values, rows, strict=True) if count]
@@ -294,7 +298,7 @@ class Window:
         """
         if type(weight) is not float and isinstance(weight, torch.Tensor):
             divisor = self._seeded if self._reduction == "mean" else 1.0
-            return torch.where(weight == 0, 0.0, divisor / (weight * self._scale))
+            return torch.nan_to_num_(divisor / self._scale / weight, nan=math.nan, posinf=0.0)
         factor = 1.0 / self._scale
         if self._reduction == "weighted":
             factor = factor / weight if weight else 0.0

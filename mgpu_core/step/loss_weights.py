@@ -171,5 +171,6 @@ def weight_of(
     kept = target.ne(ignore_index)
     if weight is not None:
         kept = weight.detach()[target.masked_fill(~kept, 0)] * kept
-    count: torch.Tensor = kept.sum()
-    return count.item() if count.is_cpu else count
+    if kept.is_cpu:
+        return kept.sum().item()
+    return kept.sum(dtype=torch.float32 if weight is None else None)  # of labels: no other kernel for the dtype

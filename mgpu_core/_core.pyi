@@ -107,7 +107,8 @@ def norm_tiles(pieces: Pieces) -> int: ...
 def l2_norm(pieces: Pieces, partials: int, out: int, out_dtype: str, stream: Stream) -> None: ...
 
 # Optimizers.  An address of 0: not there.  constants: float64, segments x optimizer_constants(); none on the host.
-# gradients: None where they lie in the flat buffer, or on the CPU the address of each segment's.
+# gradients: None where they lie in the flat buffer; on the CPU the address of each segment's; on a device any list, and
+# gradient_table, int64 of the device, has these addresses.
 def optimizer_constants() -> int: ...
 
 class FlatBuffer:
@@ -125,6 +126,7 @@ class FlatBuffer:
         group_count: int,
         clip: int,
         found_inf: int,
+        gradient_table: int,
     ) -> None: ...
 
 def sgd(flat: FlatBuffer, gradients: list[int] | None, momentum: int, stream: Stream) -> None: ...

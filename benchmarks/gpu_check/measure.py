@@ -121,6 +121,19 @@ def memory_bound_kernels(bench: Bench) -> None:
         "index", lambda: rows[index].float().mul_(1 / 255), at_least=0.9)  # fmt: skip
 
 
+def host_part_of_pack(bench: Bench) -> None:
+    """What a tensor of a list costs the host: 10,000 of the CPU, of a few elements each, in microseconds."""
+    many = [torch.ones(8 + i % 3) for i in range(bench.size(10_000, 1_000))]
+    out = torch.empty(sum(map(len, many)))
+    ways: dict[str, Work] = {
+        "pack": lambda: kernels.pack(many, out=out), "cat": lambda: torch.cat(many, out=out)
+    }  # fmt: skip
+    us = {name: ms * 1e3 / len(many) for name, ms in bench.wall_ms(ways, rounds=9, turns=2).items()}
+    bench.tell("host part of pack, us a tensor", **us)
+    if us["pack"] > 0.5:
+        print(f"figure: missed: host part of pack: {us['pack']:.3f} us a tensor > 0.5", flush=True)
+
+
 def optimizer_kernels(bench: Bench) -> None:
     """Next to torch's fused ones, over 64 tensors of 256 MiB together; GB/s of what they read and write."""
     count = bench.size(1 << 26, 1 << 16)
@@ -330,7 +343,8 @@ def loader(bench: Bench) -> None:
 
 
 ROWS = (
-    memory_bound_kernels, optimizer_kernels, step_of_simplenet, step_of_cnn, step_of_resnet50, requests, loader,
+    memory_bound_kernels, host_part_of_pack, optimizer_kernels, step_of_simplenet, step_of_cnn, step_of_resnet50,
+    requests, loader,
 )  # fmt: skip
 
 

@@ -120,12 +120,12 @@ void bind_l2_norm(const Pieces& pieces, Pointer partials, Pointer out, const std
   without_gil([&] { device_ops_of(stream).l2_norm(call, stream); });
 }
 
-// The gradients of the segments, each in memory of its own; empty: they lie in the flat buffer.
+// The gradients of the segments, each in memory of its own; empty: they lie in the flat buffer, or where a table of the
+// device says.
 std::vector<const void*> addresses_of(const std::optional<Pointers>& gradients, const FlatBuffer& flat,
                                       const Stream& stream) {
   std::vector<const void*> addresses;
-  if (!gradients) return addresses;
-  require(stream.on_host(), "gradients in memory of their own are for the CPU");
+  if (!gradients || !stream.on_host()) return addresses;
   require(static_cast<int64_t>(gradients->size()) == flat.segment_count,
           "each segment needs the address of its gradient");
   for (Pointer pointer : *gradients) addresses.push_back(pointer_of(pointer, itemsize(flat.dtype)));
@@ -136,7 +136,9 @@ std::vector<const void*> addresses_of(const std::optional<Pointers>& gradients, 
 template <class Step>
 void with_gradients(FlatBuffer flat, const std::optional<Pointers>& gradients, const Stream& stream, Step&& step) {
   const auto addresses = addresses_of(gradients, flat, stream);
-  if (gradients) flat.gradient_of = addresses.data();
+  if (!gradients) flat.gradient_of = nullptr;
+  if (gradients && stream.on_host()) flat.gradient_of = addresses.data();
+  require(!gradients || flat.gradient_of || !flat.segment_count, "the device has no table of gradients");
   without_gil([&] { step(flat); });
 }
 
@@ -166,7 +168,7 @@ void bind_lion(const FlatBuffer& flat, const std::optional<Pointers>& gradients,
 
 FlatBuffer flat_buffer(Pointer parameters, Pointer gradients, int64_t count, const std::string& dtype, Pointer segments,
                        int64_t segment_count, Pointer constants, Pointer groups, int64_t group_count, Pointer clip,
-                       Pointer found_inf) {
+                       Pointer found_inf, Pointer gradient_table) {
   const DType own = dtype_from(dtype);
   return {pointer_of(parameters, itemsize(own)),
           pointer_of(gradients, itemsize(own)),
@@ -178,7 +180,8 @@ FlatBuffer flat_buffer(Pointer parameters, Pointer gradients, int64_t count, con
           pointer_to<const double>(groups),
           group_count,
           pointer_to<const double>(clip),
-          pointer_to<const float>(found_inf)};
+          pointer_to<const float>(found_inf),
+          pointer_to<const void*>(gradient_table)};
 }
 
 void bind_optimizers(py::module_& m) {
@@ -188,10 +191,10 @@ void bind_optimizers(py::module_& m) {
   py::class_<FlatBuffer>(m, "FlatBuffer", "Addresses and tables of an optimizer's step: csrc/core/kernel_calls.h.")
       .def(py::init(&flat_buffer), py::kw_only(), py::arg("parameters"), py::arg("gradients"), py::arg("count"),
            py::arg("dtype"), py::arg("segments"), py::arg("segment_count"), py::arg("constants"), py::arg("groups"),
-           py::arg("group_count"), py::arg("clip"), py::arg("found_inf"));
+           py::arg("group_count"), py::arg("clip"), py::arg("found_inf"), py::arg("gradient_table"));
   m.def("sgd", &bind_sgd, py::arg("flat"), py::arg("gradients"), py::arg("momentum"), py::arg("stream"),
-        "Make one step of SGD.  An address of 0: not there.  Gradients: None where they lie in the flat buffer, or on "
-        "the CPU the address of each segment's.");
+        "Make one step of SGD.  An address of 0: not there.  Gradients: None where they lie in the flat buffer; on the "
+        "CPU the address of each segment's; on a device any list where its table has them.");
   m.def("adam", &bind_adam, py::arg("flat"), py::arg("gradients"), py::arg("exp_avg"), py::arg("exp_avg_sq"),
         py::arg("max_exp_avg_sq"), py::arg("decoupled"), py::arg("stream"),
         "Make one step of Adam, or of AdamW where the decay is decoupled.");

@@ -82,7 +82,7 @@ constexpr int64_t kNormTile = 8 * 1024;
 int64_t norm_tiles(const std::vector<Piece>& pieces);
 
 // The parameters of many tensors, their gradients and the optimizer's state, each in one flat buffer of one dtype.
-// On the CPU the gradient of each segment may lie in memory of its own instead, unpacked.
+// The gradient of each segment may lie in memory of its own instead, unpacked.
 // What a step needs to know lies in the same memory, so that a step can be captured in a graph and its numbers changed
 // between replays.
 struct FlatBuffer {
@@ -97,7 +97,7 @@ struct FlatBuffer {
   int64_t group_count;     // a segment of another group is left alone
   const double* clip;      // gradients are multiplied by it; null: 1
   const float* found_inf;  // not 0: nothing is changed, not even the steps; null: 0
-  const void* const* gradient_of = nullptr;  // host memory, one per segment; null: they lie in `gradients`
+  const void* const* gradient_of = nullptr;  // one per segment that is active; null: they lie in `gradients`
 };
 constexpr int kOptimizerConstants = 10;
 // The columns of `segments`.  `step` counts the updates of the segment and is raised by the kernel; a segment that is

@@ -118,11 +118,13 @@ class FlatKernel:
         """Return the core's arguments, with memory where a GPU's first kernel leaves numbers for its second."""
         parameters, gradients = self._flat
         segments, groups = self._tables
-        constants = 0
+        constants = table = 0
         if self._device.type != "cpu":
             shape = len(segments), _core.optimizer_constants()
             self._constants = torch.empty(shape, dtype=torch.float64, device=self._device)
-            constants = self._constants.data_ptr()
+            self._addresses = torch.zeros(len(segments), dtype=torch.int64, device=self._device)  # of gradients
+            self._known: list[int] = []  # what is in this table
+            constants, table = self._constants.data_ptr(), self._addresses.data_ptr()
         clip, found = (_pointer(each) for each in self._scalars)
         return _core.FlatBuffer(
             parameters=parameters.data_ptr(),
@@ -136,14 +138,16 @@ class FlatKernel:
             group_count=len(groups),
             clip=clip,
             found_inf=found,
+            gradient_table=table,
         )
 
     def step(self, gradients: Sequence[torch.Tensor] | None = None) -> None:
         """Make one step on the current stream.
 
         Args:
-            gradients: on the CPU, one per segment, in memory of their own, of the buffers' dtype, each dense with its
-                elements in the segment's order; ``None``: they are in the flat buffer.
+            gradients: one per segment, in memory of their own, of the buffers' dtype, each dense with its elements in
+                the segment's order; ``None``: they are in the flat buffer.  Not where the step is captured in a graph,
+                which would read them wherever those of the latest step are.
 
         Raises:
             ValueError: on the CPU, a group has momentum, but there is no buffer; a segment that was written to the
@@ -156,8 +160,22 @@ class FlatKernel:
                 self._kernel.reference(*self._flat, *self._states, *self._tables, *extra, *self._scalars)
                 return
             addresses = None if gradients is None else list(map(torch.Tensor.data_ptr, gradients))
+            if addresses is not None and not self._is_on_host:
+                self._tell(addresses)
             self._kernel.core(self._core_flat, addresses, *self._state_pointers, *extra, stream)
         note_written(self._written)
+
+    def _tell(self, addresses: list[int]) -> None:
+        """Write the gradients' addresses into the device's table, where they are not those of the step before."""
+        if addresses != self._known:
+            if len(addresses) != len(self._addresses):
+                raise ValueError("each segment needs the address of its gradient")
+            table = torch.tensor(addresses, dtype=torch.int64, device="cpu")
+            if (table % self._flat[0].element_size()).any():
+                raise ValueError("a gradient begins at an address that is not a multiple of its elements' size")
+            # The numbers are read before the call returns, and the host does not wait for the device.
+            self._addresses.copy_(table, non_blocking=True)
+            self._known = addresses
 
 
 def _as_scalars(given: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:

@@ -12,7 +12,9 @@ from torch.autograd import profiler
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from mgpu_core.devices import streams
 from mgpu_core.devices.memory import note_written
+from mgpu_core.devices.streams import core_stream
 from mgpu_core.devices.tensor_checks import LiesLike
 from mgpu_core.optim.bucket_layout import Bucket, bucket_layout
 from mgpu_core.optim.flat_buffers import FlatTensors, compact, warn_of_holders
@@ -50,6 +52,8 @@ class FlatOptimizer(Optimizer):
     rule: ClassVar[Rule]
     flat: FlatState | None = None  # what it steps over
     _is_attached = False
+    _like: LiesLike | None = None  # of gradients that kernels read where they lie
+    _gpu: int | None = None  # where these kernels are, if on a GPU
     _parameters: Sequence[torch.Tensor] = ()
     _order: _Order | None = None
     _spent: Sequence[torch.Tensor | None] = ()  # gradients that a TrainStep has used
@@ -115,14 +119,17 @@ class FlatOptimizer(Optimizer):
     def _take_gradients(self) -> tuple[FlatState, list[bool], list[torch.Tensor] | None]:
         """Return who has a gradient, and where kernels read them: ``None`` where they were copied into the flat ones.
 
-        The CPU's kernels read each gradient where it lies, if it lies as its parameter does.
+        Kernels read each gradient where it lies, if it lies as its parameter does.  A graph finds it there when it is
+        replayed only in memory that is the graph's own, so what is captured copies.
         """
         flat = self._laid_out()
         gradients = list(map(_grad_of, self._parameters))
         used = list(map(is_not, gradients, repeat(None)))
-        if self._like is not None and self._like.holds_for(gradients):
-            if False in used:
-                gradients = [view if each is None else each for each, view in zip(gradients, self._views, strict=True)]
+        is_captured = self._gpu is not None and streams.is_capturing(self._gpu)
+        if self._like is not None and not is_captured and self._like.holds_for(gradients):
+            if False in used:  # their segments are not active, and no kernel reads there
+                own = zip(gradients, self._parameters, strict=True)
+                gradients = [parameter if each is None else each for each, parameter in own]
             return flat, used, gradients
         pairs = [
             (view, each)
@@ -171,8 +178,10 @@ class FlatOptimizer(Optimizer):
         self._views = [views.get(i) for i in range(len(members))]
         self._ids = list(map(id, members))
         self._memory = list(map(len, map(_members_of, self.param_groups))), list(map(_data_ptr, members))
-        on_cpu = all(own.device.type == "cpu" for own in flats)
-        self._like = LiesLike(members) if on_cpu and len(set(map(_dtype_of, members))) == 1 else None
+        in_place = len(flats) == 1 and core_stream(flats[0].device) is not None
+        self._like = LiesLike(members) if in_place and len(set(map(_dtype_of, members))) == 1 else None
+        gpus = [own.device.index for own in flats if own.device.type == streams.GPU_TYPE]
+        self._gpu = gpus[0] if in_place and gpus else None
         return flat
 
     def attach(
@@ -183,7 +192,7 @@ class FlatOptimizer(Optimizer):
         self.rule.check_alike(self.param_groups)
         every = [buckets] * len(flats)
         self.flat = FlatState(self, self.rule, parameters, every, flats, copies=True, shards=shards)
-        self._parameters, self._is_attached, self._like = list(parameters), True, None
+        self._parameters, self._is_attached, self._like, self._gpu = list(parameters), True, None, None
         self._views = [flats[0].gradient_views.get(i) for i in range(len(parameters))]
         return self.flat
 

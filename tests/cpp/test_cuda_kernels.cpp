@@ -281,6 +281,52 @@ static void optimizers() {
     }
 }
 
+// The gradients of a Flat's active segments, each in memory of its own, every other one some elements after an aligned
+// address; and the table with their addresses.
+struct OwnGradients {
+  OwnGradients(const Flat& flat, int64_t offset) {
+    const size_t size = itemsize(flat.dtype);
+    std::vector<const void*> addresses;
+    for (size_t row = 0; row < 5; ++row) {
+      const auto begin = flat.gradients.twin.begin() + flat.rows[5 * row] * static_cast<int64_t>(size);
+      const Bytes bytes(begin, begin + flat.rows[5 * row + 1] * static_cast<int64_t>(size));
+      memory.emplace_back(bytes, row % 2 ? offset * static_cast<int64_t>(size) : 0);
+      addresses.push_back(flat.rows[5 * row + 4] ? memory.back().data() : nullptr);
+    }
+    table.emplace_back(addresses);
+  }
+  FlatBuffer of(Flat& flat) {
+    FlatBuffer buffer = flat.there();
+    buffer.gradients = nullptr;
+    buffer.gradient_of = table[0].data();
+    return buffer;
+  }
+  std::vector<DeviceMemory<unsigned char>> memory;
+  std::vector<DeviceMemory<const void*>> table;
+};
+
+static void gradients_in_memory_of_their_own() {
+  for (DType dtype : kFloating)
+    for (int64_t offset : {0, 1})
+      for (int64_t own_offset : {0, 1, 3}) {
+        Flat sgd(dtype, offset, {0.5, 0, 0, 0, 0, 0, 0.25, 0.5, 0.5, 0.125, 1, 1});
+        OwnGradients gradients(sgd, own_offset);
+        Flat adam(dtype, offset, {0.5, 0.9, 0.999, 1e-8, 0.125, 0, 0.25, 0.5, 0.75, 1e-6, 0, 1});
+        Flat lion(dtype, offset, {0.5, 0.5, 0.75, 0, 0, 0, 0.25, 0.5, 0.5, 0.5, 1, 0});
+        for (int step = 0; step < 2; ++step) {
+          gpu().sgd({gradients.of(sgd), sgd.one.device.data()}, on());
+          host().sgd({sgd.truth(), sgd.one.twin.data()}, {});
+          gpu().adam({gradients.of(adam), adam.one.device.data(), adam.two.device.data(), nullptr, true}, on());
+          host().adam({adam.truth(), adam.one.twin.data(), adam.two.twin.data(), nullptr, true}, {});
+          gpu().lion({gradients.of(lion), lion.one.device.data()}, on());
+          host().lion({lion.truth(), lion.one.twin.data()}, {});
+        }
+        sgd.check_equal();
+        adam.check_close();
+        lion.check_equal();
+      }
+}
+
 static void an_overflow_changes_nothing() {
   Flat flat(DType::f32, 0, {0.5, 0, 0, 0, 0, 0, 0.25, 0.5, 0.5, 0.125, 1, 1});
   const float yes = 1;
@@ -342,6 +388,7 @@ int main() {
                   {"rows", rows},
                   {"norms", norms},
                   {"optimizers", optimizers},
+                  {"gradients in memory of their own", gradients_in_memory_of_their_own},
                   {"overflow", an_overflow_changes_nothing},
                   {"refusals", refusals},
                   {"refused dtypes", refused_dtypes}});

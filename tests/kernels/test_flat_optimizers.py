@@ -1,8 +1,12 @@
 """sgd, adam and adamw over flat buffers: against torch.optim, step by step, and against their plain-torch truths."""
 
+import copy
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import mgpu_core
 from mgpu_core import kernels
 from mgpu_core.kernels import reference
 
@@ -266,7 +270,7 @@ def test_a_table_that_is_written_to_between_steps():
 
 
 def states_of(name, dtype):
-    return [torch.zeros(sum(COUNTS), dtype=dtype, device="cpu") for _ in range(1 if name in ("sgd", "lion") else 3)]
+    return [torch.zeros(sum(COUNTS), dtype=dtype) for _ in range(1 if name in ("sgd", "lion") else 3)]
 
 
 @pytest.mark.parametrize("dtype", FLOATING)
@@ -274,18 +278,18 @@ def states_of(name, dtype):
 def test_gradients_in_memory_of_their_own_give_the_same_bits(dtype, name):
     """They begin in the middle of a vector; one is transposed, and one, of an inactive segment, must not be read."""
     groups = getattr(kernels, f"{name.replace('adamw', 'adam')}_groups")(
-        {"lr": 0.1, "weight_decay": 0.1} | ({"momentum": 0.9} if name == "sgd" else {}), device="cpu"
+        {"lr": 0.1, "weight_decay": 0.1} | ({"momentum": 0.9} if name == "sgd" else {})
     )
     results = []
     for is_own in (False, True):
-        parameters, states = random_flat(dtype, 0).cpu(), states_of(name, dtype)
+        parameters, states = random_flat(dtype, 0), states_of(name, dtype)
         unused = torch.full_like(parameters, float("nan"))
         flat = unused if is_own else unused.clone()
-        segments = kernels.segment_table(COUNTS, device="cpu")
+        segments = kernels.segment_table(COUNTS)
         segments[3, 4] = 0
         kernel = kernels.FlatKernel(name, parameters, flat, states, segments, groups)
         for step in range(3):
-            gradients = random_flat(dtype, step + 1).cpu()
+            gradients = random_flat(dtype, step + 1)
             if is_own:
                 each = [torch.cat([piece[:1], piece])[1:] for piece in gradients.split(COUNTS)]
                 each[2] = each[2].reshape(8, 8).T  # dense, with its elements in the same order
@@ -297,6 +301,39 @@ def test_gradients_in_memory_of_their_own_give_the_same_bits(dtype, name):
         results.append([parameters, *states, segments])
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
     assert results[0][-1][:, 3].tolist() == [3, 3, 3, 0, 3]
+
+
+class Operations(TorchDispatchMode):
+    """The names of torch's operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_an_optimizer_reads_gradients_where_autograd_left_them():
+    layers = torch.nn.Linear(3, 5), torch.nn.Linear(5, 2), torch.nn.Linear(2, 1)
+    net, twin = torch.nn.Sequential(*layers), copy.deepcopy(torch.nn.Sequential(*layers))
+    layers[1].bias.requires_grad_(False)
+    twin[1].bias.requires_grad_(False)
+    ours, theirs = (
+        make(each.parameters(), lr=0.1, momentum=0.5)
+        for make, each in ((mgpu_core.optim.SGD, net), (torch.optim.SGD, twin))
+    )
+    for step in range(3):
+        for each in (net, twin):
+            each.zero_grad()
+            each(torch.full((4, 3), step + 1.0)).sum().backward()
+        with Operations() as operations:
+            ours.step()
+        theirs.step()
+        assert step == 0 or [name for name in operations.names if "foreach_copy" in name] == []
+    for mine, wanted in zip(net.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine, wanted)
 
 
 def test_gradients_in_memory_of_their_own_that_do_not_fit():

@@ -32,16 +32,17 @@ __device__ __forceinline__ void store_once(T* to, const Vector<T, kWidth>& value
 }
 
 template <bool kOnce, int kWidth, class T, class Call>
-__device__ __forceinline__ auto read_as(const Call& call, const Widened<T>* constants, int64_t i) {
+__device__ __forceinline__ auto read_as(const Call& call, const Widened<T>* constants, const Gradients<T>& gradients,
+                                        int64_t i) {
   if constexpr (kOnce) {
     AdamVectors<T, kWidth> in = {};
     in.parameter = load_once<kWidth>(static_cast<const T*>(call.flat.parameters) + i);
     in.average = load_once<kWidth>(static_cast<const T*>(call.exp_avg) + i);
     in.square = load_once<kWidth>(static_cast<const T*>(call.exp_avg_sq) + i);
-    in.gradient = load_once<kWidth>(static_cast<const T*>(call.flat.gradients) + i);
+    in.gradient = load_once<kWidth>(gradients.at + i);
     return in;
   } else {
-    return read<kWidth>(call, constants, i, T{});
+    return read<kWidth>(call, constants, gradients, i);
   }
 }
 template <bool kOnce, int kWidth, class T, class Call, class Vectors>
@@ -76,17 +77,20 @@ __device__ __forceinline__ void for_vectors_as(int64_t first, int vectors, int w
 template <class T, Loads kLoads, bool kOnce, int kBlocks, class Call>
 __global__ void __launch_bounds__(kThreads, kBlocks) flat_kernel(const __grid_constant__ Call call, Walk walk) {
   constexpr int kWidth = vector_width(sizeof(T), sizeof(T));
-  for_segments<T>(call.flat, walk.per_block, [&](const auto* constants, int64_t begin, int64_t end) {
-    const uint64_t address = walk.base + begin * static_cast<int64_t>(sizeof(T));
-    const Extent extent = extent_of(end - begin, common_head(address, sizeof(T), address, sizeof(T)), kWidth);
-    for_vectors_as<kLoads>(
-        begin + extent.head, static_cast<int>(extent.vectors), kWidth,
-        [&](int64_t i) { return read_as<kOnce, kWidth, T>(call, constants, i); },
-        [&](int64_t i, const auto& in) { update_as<kOnce, kWidth, T>(call, constants, i, in); });
-    const auto single = [&](int64_t i) { update<1, T>(call, constants, i, read<1>(call, constants, i, T{})); };
-    if (threadIdx.x < extent.head) single(begin + threadIdx.x);
-    if (threadIdx.x < extent.tail) single(end - extent.tail + threadIdx.x);
-  });
+  for_segments<T>(
+      call.flat, walk, [&](const auto* constants, const Gradients<T>& gradients, int64_t begin, int64_t end) {
+        const uint64_t address = walk.base + begin * static_cast<int64_t>(sizeof(T));
+        const Extent extent = extent_of(end - begin, common_head(address, sizeof(T), address, sizeof(T)), kWidth);
+        for_vectors_as<kLoads>(
+            begin + extent.head, static_cast<int>(extent.vectors), kWidth,
+            [&](int64_t i) { return read_as<kOnce, kWidth, T>(call, constants, gradients, i); },
+            [&](int64_t i, const auto& in) { update_as<kOnce, kWidth, T>(call, constants, i, in); });
+        const auto single = [&](int64_t i) {
+          update<1, T>(call, constants, i, read<1>(call, constants, gradients, i));
+        };
+        if (threadIdx.x < extent.head) single(begin + threadIdx.x);
+        if (threadIdx.x < extent.tail) single(end - extent.tail + threadIdx.x);
+      });
 }
 
 }  // namespace mgpu::cuda::variants

@@ -13,7 +13,7 @@ int common_base(const FlatBuffer& flat, const std::vector<const void*>& states) 
     return static_cast<int>(reinterpret_cast<uint64_t>(pointer) % kAlignment);
   };
   const int base = phase(flat.parameters);
-  if (phase(flat.gradients) != base) return -1;
+  if (!flat.gradient_of && phase(flat.gradients) != base) return -1;
   for (const void* state : states)
     if (state && phase(state) != base) return -1;
   return base;

@@ -98,6 +98,25 @@ __global__ void __launch_bounds__(kThreads) prepare_lion_kernel(const __grid_con
   row[kLionFactor] = factor_of(call.flat, group[kLionMaximize] != 0);
 }
 
+// The gradients of a segment: element i of the flat buffers has its own at at[i], wherever they lie.
+template <class T>
+struct Gradients {
+  const T* at;
+  bool aligned;  // as the flat buffers are, so that vectors of these are vectors of those
+};
+template <int kWidth, class T>
+__device__ __forceinline__ Vector<T, kWidth> load(const Gradients<T>& gradients, int64_t i) {
+  if constexpr (kWidth == 1) {
+    return load<1>(gradients.at + i);
+  } else {
+    if (gradients.aligned) return load<kWidth>(gradients.at + i);
+    Vector<T, kWidth> in;
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) in.at[k] = gradients.at[i + k];
+    return in;
+  }
+}
+
 // What a thread reads of each buffer before it computes, and then the arithmetic: apart, so that the loads of the next
 // elements are on their way meanwhile.
 template <class T, int kWidth>
@@ -110,11 +129,12 @@ __device__ __forceinline__ T* momenta_of(const Sgd& call, const Widened<T>* cons
   return constants[kSgdKeep] != 0 ? static_cast<T*>(call.momentum) : nullptr;
 }
 template <int kWidth, class T>
-__device__ __forceinline__ SgdVectors<T, kWidth> read(const Sgd& call, const Widened<T>* constants, int64_t i, T) {
+__device__ __forceinline__ SgdVectors<T, kWidth> read(const Sgd& call, const Widened<T>* constants,
+                                                      const Gradients<T>& gradients, int64_t i) {
   const T* momenta = momenta_of<T>(call, constants);
   SgdVectors<T, kWidth> in;
   in.parameter = load<kWidth>(static_cast<const T*>(call.flat.parameters) + i);
-  in.gradient = load<kWidth>(static_cast<const T*>(call.flat.gradients) + i);
+  in.gradient = load<kWidth>(gradients, i);
   in.momentum = momenta ? load<kWidth>(momenta + i) : Vector<T, kWidth>{};
   return in;
 }
@@ -148,12 +168,13 @@ struct AdamVectors {
   Vector<T, kWidth> parameter, gradient, average, square, most;
 };
 template <int kWidth, class T, bool kMaximum>
-__device__ __forceinline__ AdamVectors<T, kWidth> read(const AdamOf<kMaximum>& call, const Widened<T>*, int64_t i, T) {
+__device__ __forceinline__ AdamVectors<T, kWidth> read(const AdamOf<kMaximum>& call, const Widened<T>*,
+                                                       const Gradients<T>& gradients, int64_t i) {
   AdamVectors<T, kWidth> in;
   in.parameter = load<kWidth>(static_cast<const T*>(call.flat.parameters) + i);
   in.average = load<kWidth>(static_cast<const T*>(call.exp_avg) + i);
   in.square = load<kWidth>(static_cast<const T*>(call.exp_avg_sq) + i);
-  in.gradient = load<kWidth>(static_cast<const T*>(call.flat.gradients) + i);
+  in.gradient = load<kWidth>(gradients, i);
   if constexpr (kMaximum) in.most = load<kWidth>(static_cast<const T*>(call.max_exp_avg_sq) + i);
   return in;
 }
@@ -193,9 +214,9 @@ struct LionVectors {
   Vector<T, kWidth> parameter, gradient, average;
 };
 template <int kWidth, class T>
-__device__ __forceinline__ LionVectors<T, kWidth> read(const Lion& call, const Widened<T>*, int64_t i, T) {
-  return {load<kWidth>(static_cast<const T*>(call.flat.parameters) + i),
-          load<kWidth>(static_cast<const T*>(call.flat.gradients) + i),
+__device__ __forceinline__ LionVectors<T, kWidth> read(const Lion& call, const Widened<T>*,
+                                                       const Gradients<T>& gradients, int64_t i) {
+  return {load<kWidth>(static_cast<const T*>(call.flat.parameters) + i), load<kWidth>(gradients, i),
           load<kWidth>(static_cast<const T*>(call.exp_avg) + i)};
 }
 template <int kWidth, class T>
@@ -264,10 +285,10 @@ __device__ __forceinline__ void for_vectors(int64_t first, int vectors, int widt
 
 // Updates the elements [begin, end) of a segment.
 template <class T, class Call>
-__device__ __forceinline__ void for_elements(const Call& call, const Widened<T>* constants, int64_t begin, int64_t end,
-                                             int base) {
+__device__ __forceinline__ void for_elements(const Call& call, const Widened<T>* constants,
+                                             const Gradients<T>& gradients, int64_t begin, int64_t end, int base) {
   constexpr int kWidth = vector_width(sizeof(T), sizeof(T));
-  const auto single = [&](int64_t i) { update<1, T>(call, constants, i, read<1>(call, constants, i, T{})); };
+  const auto single = [&](int64_t i) { update<1, T>(call, constants, i, read<1>(call, constants, gradients, i)); };
   const uint64_t address = base + begin * static_cast<int64_t>(sizeof(T));
   const int head = base < 0 ? -1 : common_head(address, sizeof(T), address, sizeof(T));
   const Extent extent = extent_of(end - begin, head, kWidth);
@@ -277,18 +298,26 @@ __device__ __forceinline__ void for_elements(const Call& call, const Widened<T>*
   }
   for_vectors(
       begin + extent.head, static_cast<int>(extent.vectors), kWidth,
-      [&](int64_t i) { return read<kWidth>(call, constants, i, T{}); },
+      [&](int64_t i) { return read<kWidth>(call, constants, gradients, i); },
       [&](int64_t i, const auto& in) { update<kWidth, T>(call, constants, i, in); });
   if (threadIdx.x < extent.head) single(begin + threadIdx.x);
   if (threadIdx.x < extent.tail) single(end - extent.tail + threadIdx.x);
 }
 
-// Runs `visit(constants, begin, end)` over the block's elements, segment by segment.
+// `base` as in Walk.
+template <class T>
+__device__ __forceinline__ Gradients<T> gradients_of(const FlatBuffer& flat, int64_t index, int base) {
+  if (!flat.gradient_of) return {static_cast<const T*>(flat.gradients), true};
+  const T* at = static_cast<const T*>(flat.gradient_of[index]) - flat.segments[index * kSegmentColumns + kBegin];
+  return {at, static_cast<int>(reinterpret_cast<uint64_t>(at) % kAlignment) == base};
+}
+
+// Runs `visit(constants, gradients, begin, end)` over the block's elements, segment by segment.
 template <class T, class Visit>
-__device__ __forceinline__ void for_segments(const FlatBuffer& flat, int64_t per_block, Visit&& visit) {
+__device__ __forceinline__ void for_segments(const FlatBuffer& flat, const Walk& walk, Visit&& visit) {
   __shared__ typename SegmentConstants<T>::Rows rows;
-  const int64_t block_begin = int64_t{blockIdx.x} * per_block;
-  const int64_t block_end = block_begin + per_block < flat.count ? block_begin + per_block : flat.count;
+  const int64_t block_begin = int64_t{blockIdx.x} * walk.per_block;
+  const int64_t block_end = block_begin + walk.per_block < flat.count ? block_begin + walk.per_block : flat.count;
   int64_t index = segment_at(flat.segments, flat.segment_count, kSegmentColumns, block_begin);
   SegmentConstants<T> constants(flat, rows);
   constants.load(index);
@@ -301,16 +330,17 @@ __device__ __forceinline__ void for_segments(const FlatBuffer& flat, int64_t per
     const Widened<T>* mine = constants.of(index);
     const int64_t begin = segment_begin > block_begin ? segment_begin : block_begin;
     const int64_t end = segment_end < block_end ? segment_end : block_end;
-    if (mine[0] != 0) visit(mine, begin, end);
+    if (mine[0] != 0) visit(mine, gradients_of<T>(flat, index, walk.base), begin, end);
     constants.store(index + 1);
   }
 }
 
 template <class T, class Call>
 __device__ __forceinline__ void for_block(const Call& call, const Walk& walk) {
-  for_segments<T>(call.flat, walk.per_block, [&](const auto* constants, int64_t begin, int64_t end) {
-    for_elements<T>(call, constants, begin, end, walk.base);
-  });
+  for_segments<T>(call.flat, walk,
+                  [&](const auto* constants, const Gradients<T>& gradients, int64_t begin, int64_t end) {
+                    for_elements<T>(call, constants, gradients, begin, end, walk.base);
+                  });
 }
 
 template <class T>

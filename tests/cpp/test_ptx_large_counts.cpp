@@ -165,7 +165,7 @@ static void optimizers_of_many() {
   Sparse parameters(count, DType::bf16), gradients(count, DType::bf16), momentum(count, DType::bf16);
   std::vector<double> constants(4 * kOptimizerConstants);
   std::vector<int64_t> there = rows;
-  const auto windows = run_around(count, cuda::flat_tile(count));
+  const auto windows = run_around(count, cuda::kFlatTile);
   std::vector<std::vector<Bytes>> expected;
   for (const Window& each : windows) {
     std::vector<Bytes> copies;

@@ -175,9 +175,9 @@ Made adamw(int64_t count, int64_t segments) {
                                   {1, 1e-3 / 0.271, 0.0547, 0.1, 0.999, 0.001, 1e-8, 0, 1, 1 - 1e-5});
   Array &average = made->add(floats(count), 4 * count, true), &square = made->add(floats(count, true), 4 * count, true);
   const AdamOf<false> call{{flat, average.as<void>(), square.as<void>(), nullptr, true}};
-  const int64_t tile = flat_tile(count);
+  const int64_t tile = kFlatTile, before = 8192;
   made->variants = {
-      adam_variant<kPlain, false, 4>("before: loads, arithmetic; 4 blocks", call, tile),
+      adam_variant<kPlain, false, 4>("before: loads, arithmetic; 4 blocks", call, before),
       walking("shipped", adam_kernel<float, false>, call, tile),
       adam_variant<kAhead, false, 3>("next loads first; 3 blocks", call, tile),
       adam_variant<kAhead, false, 4>("next loads first; 4 blocks", call, tile),
@@ -192,8 +192,8 @@ Made adamw(int64_t count, int64_t segments) {
       adam_variant<kAhead, true, 3>("next loads first; .cs; 3 blocks, persistent", call, held(count, 3)),
       adam_variant<kAhead, true, 4>("next loads first; .cs; 4 blocks, persistent", call, held(count, 4)),
       adam_variant<kAhead, false, 3>("next loads first; 3 blocks, tiles of 16 Ki", call, 16384),
-      adam_variant<kAhead, false, 3>("next loads first; 3 blocks, tiles of 4 Ki", call, 4096),
-      adam_variant<kPlain, false, 4>("before; tiles of 4 Ki", call, 4096),
+      adam_variant<kAhead, false, 3>("next loads first; 3 blocks, tiles of 8 Ki", call, 8192),
+      adam_variant<kPlain, false, 4>("before; tiles of 4 Ki", call, tile),
   };
   return made;
 }
@@ -203,9 +203,9 @@ Made sgd(int64_t count, int64_t segments) {
   auto made = std::make_shared<Case>(Case{"sgd", std::to_string(segments) + " segments", 20 * count, {}, {}, {}});
   const FlatBuffer flat = flat_of(*made, count, segments, {1e-3, 0.9, 0, 0, 0, 0}, {1, 1e-3, 0.9, 1, 0, 1, 0, 0, 0, 0});
   const Sgd call{flat, made->add(floats(count), 4 * count, true).as<void>()};
-  const int64_t tile = flat_tile(count);
+  const int64_t tile = kFlatTile, before = 8192;
   made->variants = {
-      walking("before: loads, arithmetic", flat_kernel<float, kPlain, false, 4, Sgd>, call, tile),
+      walking("before: loads, arithmetic", flat_kernel<float, kPlain, false, 4, Sgd>, call, before),
       walking("shipped", sgd_kernel<float>, call, tile),
       walking("next loads first; persistent", flat_kernel<float, kAhead, false, 4, Sgd>, call, held(count, 4)),
       walking("two vectors together", flat_kernel<float, kTwo, false, 4, Sgd>, call, tile),
@@ -219,9 +219,9 @@ Made lion(int64_t count, int64_t segments) {
   const FlatBuffer flat =
       flat_of(*made, count, segments, {1e-4, 0.9, 0.99, 0.01, 0, 0}, {1, 1e-4, 0.1, 0.99, 0.01, 1 - 1e-6, 1, 0, 0, 0});
   const Lion call{flat, made->add(floats(count), 4 * count, true).as<void>()};
-  const int64_t tile = flat_tile(count);
+  const int64_t tile = kFlatTile, before = 8192;
   made->variants = {
-      walking("before: loads, arithmetic", flat_kernel<float, kPlain, false, 4, Lion>, call, tile),
+      walking("before: loads, arithmetic", flat_kernel<float, kPlain, false, 4, Lion>, call, before),
       walking("shipped", lion_kernel<float>, call, tile),
       walking("next loads first; persistent", flat_kernel<float, kAhead, false, 4, Lion>, call, held(count, 4)),
       walking("two vectors together", flat_kernel<float, kTwo, false, 4, Lion>, call, tile),

@@ -23,7 +23,7 @@ int64_t blocks_of(int64_t count, int64_t per_block) { return (count + per_block 
 
 template <class Call>
 void update(const char* name, void (*kernel)(Call, Walk), const Call& call, int base, cudaStream_t stream) {
-  const Walk walk{base, flat_tile(call.flat.count)};
+  const Walk walk{base, kFlatTile};
   start_kernel(name, kernel, blocks_of(call.flat.count, walk.per_block), stream, call, walk);
 }
 template <class T>

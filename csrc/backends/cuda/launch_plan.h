@@ -118,8 +118,9 @@ MGPU_HOST_DEVICE constexpr int64_t segment_at(const int64_t* segments, int64_t r
 }
 
 // Elements of flat buffers that one block of an optimizer updates.  Long tiles, because each begins with a search; but
-// short enough that the last blocks of a launch, which leave multiprocessors idle, are a small part of it.
-MGPU_HOST_DEVICE constexpr int64_t flat_tile(int64_t count) { return count > 4 * 1024 * 1024 ? 8192 : 4096; }
+// short enough that the last blocks of a launch, which leave multiprocessors idle, are a small part of it.  On an H100
+// twice and four times as many were slower.
+constexpr int64_t kFlatTile = 4096;
 
 // A launch has room for so many entries of a table in its arguments (4 KiB; 32 KiB from CUDA 12.1 on).
 struct Batch {

@@ -1,16 +1,20 @@
-"""Deletes each wait of the core and of the nccl backend in turn, and proves that the deferred device notices.
+"""Deletes each wait of the core, the nccl backend and the package's Python in turn, and proves that tests notice.
 
     python tests/deleted_waits.py [--only WORD]
 
-A wait is a call that orders streams or keeps memory alive.  For each one, its file is compiled without it, linked with
-the others and run as ``tests/cpp/test_deferred.cpp`` or ``test_nccl_deferred.cpp``: the program must fail.  About two
-minutes on two cores; needs g++.  Exit status 1 if a deleted wait goes unnoticed.
+A wait is a call that orders streams or keeps memory alive.  For each one of C++, its file is compiled without it,
+linked with the others and run as ``tests/cpp/test_deferred.cpp`` or ``test_nccl_deferred.cpp``: the program must fail.
+For each one of the files of :data:`PYTHON`, a copy of the package without it must fail a test on the fake accelerator.
+About five minutes on two cores; needs g++.  Exit status 1 if a deleted wait goes unnoticed.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,7 +23,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import mgpu_core
+
 ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = Path(mgpu_core.__file__).parent
 CORE = ROOT / "csrc" / "core"
 CPU = ROOT / "csrc" / "backends" / "cpu"
 NCCL = ROOT / "csrc" / "backends" / "nccl"
@@ -137,6 +144,57 @@ def unnoticed(program: Program, only: str) -> tuple[int, int]:
     return sum(passed), len(wanted)
 
 
+_PIPELINES, _PREDICTOR = "accelerator/test_pipelines.py", "accelerator/test_predictor.py"
+PYTHON = {  # files of the package, with the tests that notice
+    "devices/transfer.py": (_PIPELINES, "accelerator/test_device_loader.py", _PREDICTOR),
+    "inference/engine.py": (_PREDICTOR,),
+    "pipeline/parameter_copies.py": (_PIPELINES,),
+    "pipeline/visits.py": (_PIPELINES,),
+}
+PYTHON_WAITS = {"wait_stream", "wait_event", "record_stream", "synchronize", "hand_over", "used_here", "lend"}
+
+
+def python_waits(file: str) -> Iterator[ast.Expr]:
+    """All that there are in a file of the package: statements that are a call of one of these."""
+    for node in ast.walk(ast.parse((PACKAGE / file).read_text())):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            called = node.value.func
+            if getattr(called, "attr", getattr(called, "id", "")) in PYTHON_WAITS:
+                yield node
+
+
+def passes_without(folder: Path, file: str, wait: ast.Expr) -> bool:
+    """Whether the tests pass with a copy of the package in this folder that has no such wait."""
+    path = folder / "mgpu_core" / file
+    source = path.read_text().splitlines()
+    last = wait.end_lineno or wait.lineno
+    without = [" " * wait.col_offset + "pass", *[""] * (last - wait.lineno)]
+    path.write_text("\n".join([*source[: wait.lineno - 1], *without, *source[last:]]) + "\n")
+    command = [sys.executable, "-P", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "", *PYTHON[file]]
+    environment = os.environ | {"PYTHONPATH": str(folder), "MGPU_TEST_FAKE": "1", "MGPU_CORE_TIMEOUT": "20"}
+    try:
+        done = subprocess.run(command, cwd=ROOT / "tests", env=environment, capture_output=True, timeout=SECONDS)
+        return done.returncode == 0
+    except subprocess.TimeoutExpired:
+        return False
+    finally:
+        path.write_text("\n".join(source) + "\n")
+
+
+def unnoticed_in_python(folder: Path, only: str) -> tuple[int, int]:
+    """How many of the waits of the package's files go unnoticed, and how many there are."""
+    shutil.copytree(PACKAGE, folder / "mgpu_core", ignore=shutil.ignore_patterns("__pycache__"))
+    missed = count = 0
+    for file in PYTHON:
+        for wait in python_waits(file):
+            name = f"{file}:{wait.lineno}: {ast.unparse(wait)}"
+            if only in name:
+                is_missed = passes_without(folder, file, wait)
+                print(("UNNOTICED  " if is_missed else "noticed    ") + name, flush=True)
+                missed, count = missed + is_missed, count + 1
+    return missed, count
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", metavar="WORD", help="only waits whose name contains it")
@@ -148,6 +206,7 @@ def main() -> int:
             Program("test_nccl_deferred", folder, [CORE, NCCL], fake_nccl=True),
         ]
         results = [unnoticed(program, only) for program in programs]
+        results.append(unnoticed_in_python(folder / "python", only))
     missed, count = (sum(column) for column in zip(*results, strict=True))
     print(f"{count - missed} of {count} deleted waits are noticed")
     return int(missed > 0 or count == 0)

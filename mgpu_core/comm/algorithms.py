@@ -23,7 +23,7 @@ __all__ = ["AllReduce"]
 
 @dataclass(frozen=True, slots=True)
 class AllReduce:
-    """An all-reduce in place: one pointer and one stream per rank; ``count`` elements of each."""
+    """An all-reduce: one pointer and one stream per rank, ``count`` elements of each; in place without ``outs``."""
 
     pointers: Sequence[int]
     streams: list[Stream]
@@ -32,6 +32,7 @@ class AllReduce:
     nbytes: int
     op: str
     merge_shared_devices: bool
+    outs: Sequence[int] = ()
 
     def run(self, algorithm: str) -> str:
         """Return the algorithm that ran.
@@ -45,8 +46,9 @@ class AllReduce:
                 with_nccl(self._devices(), self._by_nccl)
                 return algorithm
         pointers = list(self.pointers)
+        outs = list(self.outs) or pointers
         return _core.all_reduce(
-            pointers, pointers, self.count, self.dtype, self.op, algorithm, self.streams, self.merge_shared_devices
+            pointers, outs, self.count, self.dtype, self.op, algorithm, self.streams, self.merge_shared_devices
         )
 
     def _devices(self) -> list[int]:
@@ -68,7 +70,8 @@ class AllReduce:
 
     def _by_nccl(self, team: _core.NcclTeam) -> None:
         pointers = list(self.pointers)
-        team.all_reduce(pointers, pointers, self.count, self.dtype, self.op, self.streams, self.merge_shared_devices)
+        outs = list(self.outs) or pointers
+        team.all_reduce(pointers, outs, self.count, self.dtype, self.op, self.streams, self.merge_shared_devices)
 
     def _like_this(self, algorithm: str, nbytes: int) -> None:
         """All-reduce ones of so many bytes in the same way, and wait until that is done: a run that is timed.

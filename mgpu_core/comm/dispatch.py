@@ -368,35 +368,42 @@ def _resolve(parts: Parts) -> Parts:
 
 
 def all_reduce_into(
-    tensors: Tensors, op: str, algorithm: str, merge_shared_devices: bool, ranks: Sequence[int] | None = None
+    tensors: Tensors,
+    op: str,
+    algorithm: str,
+    merge_shared_devices: bool,
+    ranks: Sequence[int] | None = None,
+    outs: Tensors = (),
 ) -> str:
-    """Reduce in place; return the algorithm that ran.  A recording calls the ranks by ``ranks``.
+    """Reduce in place, or into dense ``outs``; return the algorithm that ran.  ``ranks`` are named in a recording.
 
     Raises:
         BackendUnavailable: ``nccl`` where it cannot run.
     """
     streams = layout.streams_alike(tensors) if tensors[0].dtype in CORE_DTYPES else None
     if tracer.recording is None:
-        ran = _all_reduce_into(tensors, op, algorithm, merge_shared_devices, streams)
+        ran = _all_reduce_into(tensors, op, algorithm, merge_shared_devices, streams, outs)
     else:
-        with CollectiveTrace("all_reduce", [tensors], ranks=ranks) as call:
-            ran = _all_reduce_into(tensors, op, algorithm, merge_shared_devices, streams)
+        with CollectiveTrace("all_reduce", [tensors], others=[outs] if outs else (), ranks=ranks) as call:
+            ran = _all_reduce_into(tensors, op, algorithm, merge_shared_devices, streams, outs)
             call.ran(ran)
-    note_written(tensors)
+    note_written(outs or tensors)
     return ran
 
 
 def _all_reduce_into(
-    tensors: Tensors, op: str, algorithm: str, merge_shared_devices: bool, streams: list[Stream] | None
+    tensors: Tensors, op: str, algorithm: str, merge_shared_devices: bool, streams: list[Stream] | None, outs: Tensors
 ) -> str:
     if streams is not None:
         first = tensors[0]
-        pointers = [tensor.data_ptr() for tensor in tensors]
+        pointers, targets = ([each.data_ptr() for each in row] for row in (tensors, outs))
         dtype, count = CORE_DTYPES[first.dtype], core_count(first)
-        return AllReduce(pointers, streams, count, dtype, first.nbytes, op, merge_shared_devices).run(algorithm)
+        return AllReduce(pointers, streams, count, dtype, first.nbytes, op, merge_shared_devices, targets).run(
+            algorithm
+        )
     if algorithm == "nccl" and all(tensor.device.type == "cpu" for tensor in tensors):
         raise BackendUnavailable("nccl works between GPUs, and not in host memory")
-    torch_backend.all_reduce(tensors, op)
+    torch_backend.all_reduce(tensors, op, outs)
     return torch_backend.ALGORITHM
 
 

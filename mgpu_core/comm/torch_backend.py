@@ -99,12 +99,12 @@ def broadcast_packed(sources: Sequence[torch.Tensor], copies: Sequence[Sequence[
 
 
 @torch.no_grad()
-def all_reduce(tensors: Sequence[torch.Tensor], op: str) -> None:
-    """Reduce in place: all to the first tensor's device, then from there to all."""
+def all_reduce(tensors: Sequence[torch.Tensor], op: str, outs: Sequence[torch.Tensor] = ()) -> None:
+    """Reduce in place, or into ``outs``: all to the first tensor's device, then from there to all."""
     count("all_reduce", tensors)
     total = _add_up(tensors, op, tensors[0].device)
     trace_hop(True, tensors, [total])
-    for tensor in tensors:
+    for tensor in outs or tensors:
         _fill(tensor, total)
 
 

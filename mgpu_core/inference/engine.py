@@ -230,7 +230,10 @@ class Engine:
                 error.add_note("dimension 0 of a tensor counts rows: one sample x is predict(x[None])")
             waiting[0].future.set_exception(_raisable(error))
         elif isinstance(error, torch.OutOfMemoryError):
-            self._limits[rank] = max(1, sum(each.own_rows for each in waiting) // 2)
+            limit = max(1, sum(each.own_rows for each in waiting) // 2)
+            for other, replica in enumerate(self.replicas):
+                if replica is self.replicas[rank]:  # batches in flight share its memory
+                    self._limits[other] = min(limit, self._limits[other])
             self.queue.put_back(waiting)
         else:
             self.stats[rank].retries += len(waiting)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from os import PathLike
 from typing import Any
 
@@ -164,7 +165,7 @@ class PlacedForward(OwnForward):
         net, placement, may_move = self.module, self.placement, not torch.is_grad_enabled()
         before = Before(net, placement.devices) if may_move else None
         given = Contents((args, kwargs), of_objects=may_move, values=may_move)
-        with PlacedCall(placement) as visit:
+        with PlacedCall(placement) as visit, visit.ended():
             visit.watch(placement.around(net))
             output = self._called(visit, args, kwargs)
         if not placement.learn(net, Called(visit.called, visit.used_in), may_move=may_move):
@@ -179,7 +180,7 @@ class PlacedForward(OwnForward):
         return self._run(args, kwargs)
 
     def _run(self, args: Any, kwargs: Any) -> Any:
-        with PlacedCall(self.placement) as visit:
+        with PlacedCall(self.placement) as visit, visit.ended():
             output = self._called(visit, args, kwargs)
         self.placement.warn_late(self.module, visit.late)
         return output
@@ -202,19 +203,33 @@ class PlacedCall(Visit):
         super().__init__(placement)
         self._waiting, self._at = placement.waiting, -1
 
-    def __enter__(self) -> Visit:
+    def __enter__(self) -> PlacedCall:
         self.make_current()
-        return super().__enter__()
+        super().__enter__()
+        return self
 
     def __exit__(self, *error: object) -> None:
-        self._waiting.end_turn(id(self))
+        self._end_turn()
         super().__exit__(*error)
+
+    @contextmanager
+    def ended(self) -> Iterator[None]:
+        """End the turn after the code inside; so does :meth:`__exit__`, as Ctrl-C may come in the middle of one."""
+        try:
+            yield
+        finally:
+            self._end_turn()
+
+    def _end_turn(self) -> None:
+        if self._at >= 0:
+            self._waiting.end_turn(id(self))
+            self._at = -1
 
     def go_to(self, stage: int) -> None:
         """Wait for the turn at a stage."""
         if stage == self._at:
             return
+        self._at = stage  # before: Ctrl-C may come as soon as the turn has
         self._waiting.turn(id(self), stage, None)
-        self._at = stage
         super().go_to(stage)
         self.make_current()

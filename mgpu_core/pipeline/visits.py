@@ -467,11 +467,11 @@ class Border:
         self._without_foreign = [  # the indices of modules that have none of these, nor have the modules in them
             index for index, each in enumerate(modules) if owners.isdisjoint(map(id, modules_of(each)))
         ]
+        self._forward = LayerForward(layer, self) if is_wrapped or self._foreign else None
         self._handles = [
             layer.register_forward_pre_hook(self.enter, with_kwargs=True, prepend=True),
             layer.register_forward_hook(self.leave, with_kwargs=True, always_call=True),
         ]
-        self._forward = LayerForward(layer, self) if is_wrapped or self._foreign else None
 
     @property
     def has_foreign(self) -> bool:

@@ -9,7 +9,8 @@ import json
 import re
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
@@ -156,23 +157,40 @@ class Weights:
 
     def tensors(self) -> Iterator[tuple[str, Any, str]]:
         """Yield each tensor once: its name in the module, an open file, and its name there."""
+        for own, path, name in self._places():
+            with self._opened(path) as file:  # anew: no pages of other tensors stay in memory
+                yield own, file, name
+
+    def _places(self) -> Iterator[tuple[str, Path, str]]:
+        """Yield each tensor once: its name in the module, its file, and its name there."""
         done: set[int] = set()
         for path, names in self._found.items():
             for name, own in names.items():
-                target = self._tensors[own]
-                if id(target) not in done:
-                    done.add(id(target))
-                    with self._opened(path) as file:  # anew: no pages of other tensors stay in memory
-                        yield own, file, name
+                if id(self._tensors[own]) not in done:
+                    done.add(id(self._tensors[own]))
+                    yield own, path, name
 
     def load(self, placement: Placement) -> None:
-        """Read each tensor, to the device of its stage and the dtype of the module."""
-        for own, file, name in self.tensors():
-            target = self._tensors[own]
-            device = placement.devices[placement.stage_of(target)]
-            value = to_device(file.get_tensor(name), device, target.dtype)
-            value = value.clone() if device.type == "cpu" else value
-            give_memory(target, value)
+        """Read each tensor, to the device of its stage and the dtype of the module; a thread for each device."""
+        of_devices: dict[torch.device, list[tuple[str, Path, str]]] = {}
+        for each in self._places():
+            device = placement.devices[placement.stage_of(self._tensors[each[0]])]
+            of_devices.setdefault(device, []).append(each)
+        failed = threading.Event()
+        with ThreadPoolExecutor(max(1, len(of_devices)), "mgpu weights") as pool:
+            try:
+                list(pool.map(partial(self._load, failed), of_devices, of_devices.values()))
+            except BaseException:  # Ctrl-C, too
+                failed.set()
+                raise
+
+    def _load(self, failed: threading.Event, device: torch.device, places: Sequence[tuple[str, Path, str]]) -> None:
+        for own, path, name in places:
+            if failed.is_set():
+                return
+            with self._opened(path) as file:
+                value = to_device(file.get_tensor(name), device, self._tensors[own].dtype)
+                give_memory(self._tensors[own], value.clone() if device.type == "cpu" else value)
 
 
 def weights_of(net: Module, source: str | PathLike[str] | None, rename: Rename | None) -> Weights | None:

@@ -356,9 +356,8 @@ class TrainStep:
         """Let ``hook(bucket)`` sum each bucket over the devices instead of the all-reduce; ``None`` takes it away.
 
         It is called with a :class:`GradientBucket` as soon as the bucket is ready, in the thread of a rank, while
-        others are in their backward; between the graphs of a captured step in the caller's thread, where Ctrl-C waits
-        until it has returned.  It leaves the same bits on all devices.  A team on one device sends nothing, and does
-        not call it.
+        others are in their backward.  It leaves the same bits on all devices.  A team on one device sends nothing, and
+        does not call it.
 
         Raises:
             RuntimeError: gradients are being accumulated.

@@ -277,6 +277,10 @@ def test_a_thread_on_its_own_stream_waits_for_the_copy_that_another_has_made():
     assert (id_of(own), id_of(torch.accelerator.current_stream("fake:1"))) in waits()
     weights = [stream for pointer, stream in device_module.built.take_recorded() if stream == own.stream_id]
     assert len(weights) == 2  # the input of the last layer, and the weight
+    with torch.no_grad(), own:
+        placed.first.weight.mul_(2)
+        waits(), placed(x)  # this thread makes the copy anew
+    assert waits().count((id_of(own), id_of(streams.own_stream("copies", 1)))) == 2
 
 
 def give_forward(layer):

@@ -11,7 +11,7 @@ import torch
 from fakes.nets import cpu
 from torch import nn
 
-from mgpu_core import Predictor
+from mgpu_core import Predictor, place
 from mgpu_core.inference.engine import Engine
 from mgpu_core.inference.request_queue import RequestQueue
 
@@ -135,3 +135,22 @@ def test_a_child_of_a_fork_is_refused_and_the_parent_goes_on(ranks):
             os._exit(status)
         assert os.waitpid(child, 0)[1] == 0
         assert float(predict(one())) == 2
+
+
+def test_batches_in_flight_share_the_limit_of_their_memory():
+    """Memory that is short for one is short for all: they are on the same devices."""
+    short = []
+
+    class Large(nn.Linear):
+        def forward(self, x):
+            if len(x) > 4:
+                short.append(len(x))
+                raise torch.OutOfMemoryError("too many rows")
+            return super().forward(x)
+
+    net = place(nn.Sequential(Large(1, 1), nn.Linear(1, 1)), cpu(2), ["1"])
+    with Predictor(net, max_batch=8, max_wait_ms=500, in_flight=2) as predict:
+        for _ in range(6):
+            for future in [predict.submit(one()) for _ in range(8)]:
+                future.result(20)
+    assert short == [8]

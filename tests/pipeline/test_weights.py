@@ -11,6 +11,7 @@ from torch import nn
 
 from mgpu_core import Pipeline, TrainStep, parameters_on_meta, place
 
+safetensors = pytest.importorskip("safetensors")
 save_file = pytest.importorskip("safetensors.torch").save_file
 
 
@@ -206,3 +207,42 @@ def test_other_threads_make_parameters_with_memory():
         assert nn.Linear(1, 1).weight.is_meta
     assert not found[0].weight.is_meta
     assert not nn.Linear(1, 1).weight.is_meta
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_thread_reads_for_each_device(saved, monkeypatch, fails):
+    """One core copies from a file's pages to a device slower than a device takes it; a failure ends all of them."""
+    _, folder = saved
+    devices, met, seen = list(dict.fromkeys(cpu(2))), threading.local(), []
+    both = threading.Barrier(len(devices))
+    opened = safetensors.safe_open
+
+    class Opened:
+        def __init__(self, path, framework):
+            self.file = opened(path, framework)
+
+        def __enter__(self):
+            self.file.__enter__()
+            return self
+
+        def __exit__(self, *error):
+            self.file.__exit__(*error)
+
+        def __getattr__(self, name):
+            return getattr(self.file, name)
+
+        def get_tensor(self, name):
+            if not hasattr(met, "once"):
+                met.once = both.wait(20)
+            seen.append(name)
+            if fails:
+                raise RuntimeError("the disk is gone")
+            return self.file.get_tensor(name)
+
+    monkeypatch.setattr(safetensors, "safe_open", Opened)
+    if fails:
+        with pytest.raises(RuntimeError, match="the disk is gone"):
+            place(on_meta(), cpu(2), weights=folder)
+        assert len(seen) == len(devices)
+    else:
+        assert not any(each.is_meta for each in place(on_meta(), cpu(2), weights=folder).parameters())

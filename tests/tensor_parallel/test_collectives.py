@@ -3,6 +3,7 @@
 import pytest
 import torch
 from fakes.nets import chunks, cpu
+from torch.profiler import ProfilerActivity, profile
 
 from mgpu_core.tensor_parallel.collectives import all_gather, all_reduce, broadcast, reduce_scatter
 
@@ -124,3 +125,14 @@ def test_half_precision_is_added_in_float32():
 def test_bad_input_is_refused(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_a_sum_reads_what_it_is_given_and_copies_none_of_it():
+    tensors = [each.detach() for each in per_rank(3, 2, 2)]
+    before = [each.clone() for each in tensors]
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        sums = all_reduce(tensors)
+    assert not {"aten::clone", "aten::copy_"} & {each.name for each in seen.events()}
+    assert_equal(tensors, before)
+    assert_equal(sums, [sum(host(tensors))] * 3)
+    assert_equal(all_reduce([each.t() for each in tensors]), [sum(host(tensors)).t()] * 3)

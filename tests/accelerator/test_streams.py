@@ -169,9 +169,9 @@ def test_backwards_go_on_on_the_streams_of_the_forward(monkeypatch, name):
         }[name]()
     seen, collective = [], getattr(dispatch, name)
 
-    def noted(*arguments):
+    def noted(*arguments, **options):
         seen.extend(map(torch.accelerator.current_stream, devices))
-        return collective(*arguments)
+        return collective(*arguments, **options)
 
     monkeypatch.setattr(dispatch, name, noted)
     waits()
@@ -189,9 +189,9 @@ def test_differentiable_collectives_go_back_on_the_streams_of_the_forward(monkey
         outs = collective(leaves)
     seen = []
 
-    def noted(function, *arguments):
+    def noted(function, *arguments, **options):
         seen.append([torch.accelerator.current_stream(each) for each in devices])
-        return function(*arguments)
+        return function(*arguments, **options)
 
     for name in ("all_reduce_into", "gather", "reduce_batch"):
         monkeypatch.setattr(dispatch, name, partial(noted, getattr(dispatch, name)))

@@ -17,7 +17,7 @@ void cast(const std::vector<Transferred>& all, double scale, cudaStream_t stream
     tiles.push_back(tiles_of(extent_of(each.count, head, kWidth)));
   }
   const auto start = [&](const auto& table, const Batch& batch) {
-    constexpr int kMoves = sizeof(table.first_tile) / sizeof(uint32_t);
+    constexpr int kMoves = sizeof(table.moves) / sizeof(Move);
     start_kernel("move_kernel", move_kernel<In, Out, kMoves>, batch.tiles, stream, table, scale);
   };
   for_tables(all, tiles, start, start);
@@ -50,7 +50,7 @@ void launch_copy(const std::vector<Transferred>& all, cudaStream_t stream) {
     tiles.push_back(tiles_of(extent_of(each.count, shape.head, shape.width)));
   }
   const auto start = [&](const auto& table, const Batch& batch) {
-    constexpr int kMoves = sizeof(table.first_tile) / sizeof(uint32_t);
+    constexpr int kMoves = sizeof(table.moves) / sizeof(Move);
     start_kernel("copy_kernel", copy_kernel<kMoves>, batch.tiles, stream, table);
   };
   for_tables(all, tiles, start, start);

@@ -116,7 +116,7 @@ template <class T, int kMoves>
 __global__ void __launch_bounds__(kThreads)
     squares_kernel(const __grid_constant__ MoveTable<kMoves> table, int64_t tile_count, int64_t first_partial,
                    const __grid_constant__ NormEnd norm) {
-  const int index = owner_of(table.first_tile, table.count, blockIdx.x);
+  const int index = move_of(table, blockIdx.x);
   const Move& move = table.moves[index];
   const int64_t begin = (blockIdx.x - table.first_tile[index]) * tile_count;
   const int64_t count = begin + tile_count < move.count ? tile_count : move.count - begin;

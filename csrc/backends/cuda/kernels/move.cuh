@@ -1,7 +1,7 @@
 // pack, unpack, scale_cast and batches of copies are one kernel: many arrays to many others, each scaled and cast.
 //
 // The table of arrays travels in the launch's arguments, so there is no memory to allocate for it, nothing to wait for,
-// and a captured graph keeps it.  Each block does one tile of one array, and finds out which by binary search.
+// and a captured graph keeps it.  Each block does one tile of one array; the table says of which.
 #pragma once
 
 #include "backends/cuda/kernels/elements.cuh"
@@ -14,13 +14,28 @@ struct Move {
   int64_t count;
 };
 
-// For so many moves in one launch: 28 bytes each, below the limit of all arguments together.
+// For so many moves in one launch: 28 bytes each, and what is left below the limit of all arguments together for the
+// owners of tiles.
+constexpr int kFewMoves = 128, kManyMoves = 960;
 template <int kMoves>
 struct MoveTable {
+  static constexpr int kOwners = kMoves == kFewMoves ? 216 : 2880;
   Move moves[kMoves];
   uint32_t first_tile[kMoves];
   int count;
+  int shift;                // owner[i] is the move of tile i << shift; 0 where there are few tiles
+  uint16_t owner[kOwners];  // then one more, the last move
 };
+
+// Returns the move that a tile belongs to: in one read where the table names each tile's, because a block begins with
+// it and every read waits for the one before.
+template <int kMoves>
+MGPU_HOST_DEVICE inline int move_of(const MoveTable<kMoves>& table, uint32_t tile) {
+  const uint32_t at = tile >> table.shift;
+  const int low = table.owner[at];
+  if (table.shift == 0) return low;
+  return low + owner_of(table.first_tile + low, table.owner[at + 1] - low + 1, tile);
+}
 
 template <class In, class Out, int kWidth, class Wide>
 __device__ __forceinline__ void move_tile(const Move& move, const Extent& extent, int64_t tile, Wide scale) {
@@ -42,7 +57,7 @@ template <class In, class Out, int kMoves>
 __global__ void __launch_bounds__(kThreads) move_kernel(const __grid_constant__ MoveTable<kMoves> table, double scale) {
   using Wide = Common<In, Out>;
   constexpr int kWidth = vector_width(sizeof(In), sizeof(Out));
-  const int index = owner_of(table.first_tile, table.count, blockIdx.x);
+  const int index = move_of(table, blockIdx.x);
   const Move& move = table.moves[index];
   const int64_t tile = blockIdx.x - table.first_tile[index];
   const int head =
@@ -77,7 +92,7 @@ __device__ __forceinline__ void copy_tile(const Move& move, const Extent& extent
 // Counts are bytes.
 template <int kMoves>
 __global__ void __launch_bounds__(kThreads) copy_kernel(const __grid_constant__ MoveTable<kMoves> table) {
-  const int index = owner_of(table.first_tile, table.count, blockIdx.x);
+  const int index = move_of(table, blockIdx.x);
   const Move& move = table.moves[index];
   const int64_t tile = blockIdx.x - table.first_tile[index];
   const CopyShape shape = copy_shape(reinterpret_cast<uint64_t>(move.to), reinterpret_cast<uint64_t>(move.from));

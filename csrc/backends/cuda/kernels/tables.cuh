@@ -9,9 +9,6 @@
 
 namespace mgpu::cuda {
 
-constexpr int kFewMoves = 128;
-constexpr int kManyMoves = 1024;
-
 // How many a launch can take: more than 4 KiB of arguments need a driver of CUDA 12.1.
 inline int most_moves() {
   static const int most = [] {
@@ -25,13 +22,17 @@ template <int kMoves>
 MoveTable<kMoves> table_of(const std::vector<Transferred>& all, const std::vector<int64_t>& tiles, const Batch& batch) {
   MoveTable<kMoves> table;
   table.count = static_cast<int>(batch.count);
-  uint32_t first = 0;
+  table.shift = 0;
+  while ((batch.tiles >> table.shift) + 2 > MoveTable<kMoves>::kOwners) ++table.shift;
+  uint32_t first = 0, named = 0;
   for (int i = 0; i < table.count; ++i) {
     const Transferred& each = all[batch.begin + i];
     table.moves[i] = {each.to, each.from, each.count};
     table.first_tile[i] = first;
     first += static_cast<uint32_t>(tiles[batch.begin + i]);
+    for (; int64_t{named} << table.shift < first; ++named) table.owner[named] = static_cast<uint16_t>(i);
   }
+  table.owner[named] = static_cast<uint16_t>(table.count - 1);
   return table;
 }
 

@@ -121,12 +121,12 @@ class Engine:
     def _serve(self, rank: int) -> None:
         """Answer batches until the queue is closed and empty, or the device is lost."""
         launched: _Batch | None = None
-        device = self._devices[rank]
+        limit, device = partial(self._limits.__getitem__, rank), self._devices[rank]
         here = NULL_CONTEXT if device.type == "cpu" else torch.accelerator.device_index(device.index)
         with here:  # a module may say "cuda", and some kernels start on the current device
             while True:
                 is_lost = self.stats[rank].is_lost
-                requests = [] if is_lost else self.queue.take(self._limits[rank], wait=launched is None)
+                requests = [] if is_lost else self.queue.take(limit, wait=launched is None)
                 if not requests and launched is None:
                     return
                 launched = self._turn(rank, requests, launched)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 
 from mgpu_core.inference.requests import Request
 
@@ -68,10 +68,11 @@ class RequestQueue:
                 self._count += 1
             self._ready.notify_all()
 
-    def take(self, most_rows: int, *, wait: bool = True) -> list[Request]:
-        """Return requests of one key with at most ``most_rows`` rows together, or one larger request.
+    def take(self, limit: Callable[[], int], *, wait: bool = True) -> list[Request]:
+        """Return requests of one key with at most so many rows together, or one larger request.
 
         Args:
+            limit: returns the number of rows; it may be another after the wait.
             wait: for a batch to be full, or its time to be over.
 
         Returns:
@@ -84,6 +85,7 @@ class RequestQueue:
                         return []
                     self._ready.wait()
                     continue
+                most_rows = limit()
                 key, requests = next(iter(self._waiting.items()))
                 left = requests[0].begin + self._max_wait - time.perf_counter()
                 if left > 0 and not self._is_closed and self._rows[key] < most_rows:

@@ -53,7 +53,7 @@ class Replica:
         self.is_compiled = any(vars(each).get("_compiled_call_impl") is not None for each in module.modules())
         self._tables = [table for each in module.modules() for table in (each._parameters, each._buffers) if len(table)]
         self._calls_to_watch = 3 if at_once is None else 0
-        self._changed: set[str] = set()  # what hooks alone hold, and calls have changed
+        self._changed: set[str] = set()  # objects that hooks alone hold, and calls have changed
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], request: Request, *, captured: bool) -> Any:
         """Return the outputs.
@@ -97,7 +97,7 @@ class Replica:
         )
 
     def _watch(self, given: Given, of_hooks: SharedState) -> None:
-        """Warn of attributes that the first calls assign, and of what hooks change in two of them."""
+        """Warn of attributes that the first calls assign, and of objects that hooks change in two of them."""
         self._calls_to_watch -= 1
         now = set(of_hooks.changed())
         if again := sorted(self._changed & now):

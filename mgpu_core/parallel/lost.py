@@ -147,7 +147,7 @@ class SharedState:
     Args:
         module: before its ranks run.
         used_by: a loss function that is called per rank; objects that it reads are its rank's, and no state.
-        of_hooks: only what hooks alone hold.
+        of_hooks: only objects that hooks alone hold.
     """
 
     def __init__(self, module: Module, used_by: Any = None, *, of_hooks: bool = False) -> None:

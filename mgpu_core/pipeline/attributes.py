@@ -126,7 +126,7 @@ class Before:
         devices: whose random numbers count, beside the CPU's.
 
     Attributes:
-        of_hooks: what hooks alone hold, which all micro-batches share.
+        of_hooks: objects that hooks alone hold, and all micro-batches share.
     """
 
     def __init__(self, root: Module, devices: Sequence[torch.device]) -> None:

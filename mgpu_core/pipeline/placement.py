@@ -178,7 +178,7 @@ class Placement:
         self._noted: set[tuple[int, str]] = set()  # attributes that were noted so far
         self.of_last_call: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
         self._from_outside: list[tuple[int, str]] = []  # attributes that something else than a forward has set
-        self._of_hooks: set[str] = set()  # what hooks alone hold, and the first micro-batch has changed
+        self._of_hooks: set[str] = set()  # objects that hooks alone hold, and the first micro-batch has changed
         self._own: dict[int, set[str]] = {}  # ids of modules that keep something of a batch, with their containers
         self.in_backward: dict[torch.device, Visit] = {}
         self.copies = ParameterCopies()

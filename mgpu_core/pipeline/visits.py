@@ -347,7 +347,7 @@ class Visit:
             self.started.clear()
 
     def _write_back(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor, int]]) -> None:
-        """Write into arguments of a layer what it has written into their copies."""
+        """Write the copies of a layer's arguments back that it has written."""
         for tensor, copied, version in copies:
             key = (id(tensor), copied.device, torch.is_grad_enabled())
             if copied._version != version and key in self._copies and self._copies[key][1] is copied:

@@ -404,7 +404,7 @@ class ForwardBackward:
             result, weight = self.weights.call(loss_fn, output, *part.target)
         else:
             result = loss_fn(output, *part.target)
-            weight = weight_of(output, *part.target, **self.weights.keywords)
+            weight = weight_of(output, *part.target, **self.weights.keywords, result=result)
         loss = rank_loss(result, self._reduction)
         if weight is not None:
             weight = weight.to(loss.value.dtype) if type(weight) is torch.Tensor else weight

@@ -128,7 +128,7 @@ def joined_aux(losses: Sequence[RankLoss], rows: Sequence[int], reduction: str) 
     for name in names:
         values = [_aux_number((loss.aux or {})[name], name, device) for loss in losses]
         if reduction == "mean" and weights:  # with reduction="weighted" they are sums
-            values = [torch.where(w == 0, 0.0, v * w) for v, w in zip(values, weights, strict=True)]
+            values = [torch.where(w == 0, 0.0, v * w) for v, w in zip(values, of_ranks, strict=True)]
         value = _total([values[0].clone(), *values[1:]], factors)
         found[name] = value if divisor is None else value / divisor
     return found
@@ -228,24 +228,21 @@ class Window:
     def add(self, rows: Sequence[int], losses: Sequence[RankLoss], device: torch.device) -> torch.Tensor:
         """Count a call that went through; return its loss, as one device would have it, on ``device``."""
         self.calls += 1
-        of_labels: torch.Tensor | None = None  # the ranks' weights, where the host does not know them
         if self._reduction == "mean" and (losses[0].weight is not None or self._is_weighed):
             rows = self._weights_of(losses, device)
-            if type(rows[0]) is torch.Tensor:
-                of_labels = torch.stack(rows) if len(rows) > 1 else rows[0]
-        total: Any = sum(rows) if of_labels is None else of_labels.sum()
+        total: Any = sum(rows[1:], rows[0])
         if self._reduction != "weighted":
-            self.weight = self.weight + total if self.calls > 1 else total
+            self.weight = total if self.calls == 1 and type(total) is torch.Tensor else self.weight + total
             self._call_weight = total
         if len(losses) == 1 and self._reduction != "weighted" and losses[0].value.device == device:
             return losses[0].value  # one rank's is the whole
         values = [each.value if each.value.device == device else to_device(each.value, device) for each in losses]
         if self._reduction == "sum":
             return _total(values, [1.0] * len(values))
-        if of_labels is not None:  # few launches, whatever the number of ranks
-            parts = (torch.stack(values) * of_labels).masked_fill_(of_labels == 0, 0.0)
-            loss: torch.Tensor = parts.sum() / total
-            return loss
+        if type(total) is torch.Tensor:  # a mean over no labels is NaN, and adds nothing
+            of_ranks: Any = rows
+            parts = [(v * w).masked_fill_(w == 0, 0.0) for v, w in zip(values, of_ranks, strict=True)]
+            return _total(parts, [1.0] * len(parts)) / total
         if self._reduction == "mean":
             if total and 0 in rows:  # a mean over no labels is NaN, and adds nothing
                 values = [value for value, count in zip(values, rows, strict=True) if count]
@@ -312,6 +309,8 @@ def _total(values: Sequence[torch.Tensor], factors: Sequence[float], divisor: in
     first = factors[0] / divisor
     if len(values) == 1:
         return values[0] if first == 1.0 else values[0] * first
+    if first == factors[1] / divisor == 1.0:
+        return _total([values[0] + values[1], *values[2:]], [1.0, *factors[2:]])
     total = values[0] * first
     for value, factor in zip(values[1:], factors[1:], strict=True):
         total.add_(value, alpha=factor / divisor)

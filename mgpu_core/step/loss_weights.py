@@ -28,6 +28,7 @@ Weight = float | torch.Tensor
 _FUNCTIONS = (functional.cross_entropy, functional.nll_loss)
 _MODULES = (nn.CrossEntropyLoss, nn.NLLLoss)
 _IGNORED = -100  # torch's default
+_KEEPS_WEIGHT = ("NllLossBackward0", "NllLoss2DBackward0")
 _SCALES = {
     *(torch.mul, torch.div, torch.Tensor.mul, torch.Tensor.div, torch.Tensor.__mul__, torch.Tensor.__rmul__),
     *(torch.Tensor.__truediv__, torch.Tensor.to, torch.Tensor.float, torch.Tensor.double),
@@ -84,11 +85,13 @@ class LossWeights:
     def call(self, loss_fn: Callable[..., Any], output: Any, target: Any) -> tuple[Any, Weight | None]:
         """Return the result of a rank's loss function, and its weight; ``None``: a mean over rows, or not known."""
         if self.keywords is not None:
-            return loss_fn(output, target), weight_of(output, target, **self.keywords)
+            result = loss_fn(output, target)
+            return result, weight_of(output, target, **self.keywords, result=result)
         if self._is_module:
             own: Any = loss_fn
             settings = {"weight": own.weight, "ignore_index": own.ignore_index, "reduction": own.reduction}
-            return own(output, target), weight_of(output, target, **settings)
+            result = own(output, target)
+            return result, weight_of(output, target, **settings, result=result)
         if self.is_known is False:
             return loss_fn(output, target), None
         watch = _Watch()
@@ -97,7 +100,7 @@ class LossWeights:
         value = result[0] if isinstance(result, tuple | list) and result else result
         if (call := watch.call_of(value)) is not None:
             self._is_torchs = True
-            return result, weight_of(*call[0], **call[1])
+            return result, weight_of(*call[0], **call[1], result=value)
         return result, None
 
     def settle(self, losses: Sequence[RankLoss]) -> None:
@@ -163,11 +166,19 @@ def weight_of(
     reduce: Any = None,
     reduction: str = "mean",
     *__: Any,
+    result: torch.Tensor | None = None,
     **___: Any,
 ) -> Weight | None:
-    """Return the divisor of ``cross_entropy`` or ``nll_loss``; ``None`` where that is a number of rows, or nothing."""
+    """Return the divisor of ``cross_entropy`` or ``nll_loss``; ``None`` where that is a number of rows, or nothing.
+
+    For ``result``, on an accelerator, torch has computed it: it keeps it for the backward.
+    """
     if reduction != "mean" or type(target) is not torch.Tensor or target.dtype.is_floating_point:
         return None
+    if result is not None and not target.is_cpu and type(result.grad_fn).__name__ in _KEEPS_WEIGHT:
+        found: torch.Tensor = result.grad_fn._saved_total_weight  # type: ignore[union-attr]
+        if found.dtype in (torch.float32, torch.float64):  # half precision cannot count
+            return found
     kept = target.ne(ignore_index)
     if weight is not None:
         kept = weight.detach()[target.masked_fill(~kept, 0)] * kept

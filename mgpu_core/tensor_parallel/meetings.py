@@ -220,7 +220,7 @@ class DrawnAlone:
         self.on, self._states = self.on or next(drew, None), now
 
     def drawn_for_all(self, draw: Callable[[], Any]) -> Any:
-        """Return what rank 0 draws for all ranks."""
+        """Draw in rank 0 for all ranks, and return the result."""
         self.look()
         made = draw()
         self.for_all, self._states = True, _states_of(self._states)

@@ -25,32 +25,32 @@ def queue(*requests, max_pending=100, max_wait=LONG, max_batch=8):
 
 def test_a_full_batch_leaves_at_once():
     requests = [request(3), request(3), request(3)]
-    assert queue(*requests).take(8) == requests[:2]
+    assert queue(*requests).take(lambda: 8) == requests[:2]
 
 
 def test_a_request_with_more_rows_than_a_batch_leaves_alone():
     large, small = request(9), request(1)
     waiting = queue(large, small)
-    assert waiting.take(8) == [large]
-    assert waiting.take(8, wait=False) == []
+    assert waiting.take(lambda: 8) == [large]
+    assert waiting.take(lambda: 8, wait=False) == []
 
 
 def test_a_full_batch_goes_before_an_older_one_that_waits_for_others():
     requests = [request(1), request(8, width=2)]
-    assert queue(*requests).take(8) == requests[1:]
+    assert queue(*requests).take(lambda: 8) == requests[1:]
 
 
 def test_the_oldest_leaves_when_its_time_is_over():
     waiting = queue(request(1), max_wait=0.05)
     begin = time.perf_counter()
-    assert len(waiting.take(8)) == 1
+    assert len(waiting.take(lambda: 8)) == 1
     assert time.perf_counter() - begin < LONG / 2
 
 
 @pytest.mark.parametrize("rows", [[8], [1, 7], [1, 1, 1, 5]])
 def test_a_worker_that_waits_is_woken_by_the_request_that_fills_a_batch(rows):
     waiting, taken = queue(), []
-    worker = threading.Thread(target=lambda: taken.extend(waiting.take(8)))
+    worker = threading.Thread(target=lambda: taken.extend(waiting.take(lambda: 8)))
     worker.start()
     for each in rows:
         waiting.put(request(each))
@@ -60,7 +60,7 @@ def test_a_worker_that_waits_is_woken_by_the_request_that_fills_a_batch(rows):
 
 def test_what_a_worker_with_a_smaller_batch_leaves_wakes_another():
     waiting, taken = queue(max_wait=0.2, max_batch=100), []
-    workers = [threading.Thread(target=lambda: taken.append(len(waiting.take(4)))) for _ in range(2)]
+    workers = [threading.Thread(target=lambda: taken.append(len(waiting.take(lambda: 4)))) for _ in range(2)]
     for each in workers:
         each.start()
     for _ in range(2):  # the first wakes one worker, which takes it when its time is over
@@ -73,8 +73,8 @@ def test_what_a_worker_with_a_smaller_batch_leaves_wakes_another():
 def test_requests_that_are_put_back_come_first_and_in_order():
     first, second, other = request(4), request(4), request(1, width=2)
     waiting = queue(first, second, other)
-    waiting.put_back(waiting.take(8))
-    assert waiting.take(8) == [first, second]
+    waiting.put_back(waiting.take(lambda: 8))
+    assert waiting.take(lambda: 8) == [first, second]
 
 
 def test_a_full_queue_lets_a_caller_in_when_a_batch_leaves():
@@ -83,9 +83,9 @@ def test_a_full_queue_lets_a_caller_in_when_a_batch_leaves():
         waiting.put(request(1), 0.01)
     caller = threading.Thread(target=waiting.put, args=(request(8),))
     caller.start()
-    assert waiting.take(8)[0].rows == 8
+    assert waiting.take(lambda: 8)[0].rows == 8
     caller.join(LONG / 2)
-    assert waiting.take(8)[0].rows == 8
+    assert waiting.take(lambda: 8)[0].rows == 8
 
 
 def test_a_closed_queue_gives_what_it_has_and_takes_nothing():
@@ -104,14 +104,14 @@ def test_a_closed_queue_gives_what_it_has_and_takes_nothing():
         each.close()
     thread.join(LONG / 2)
     assert caller == ["refused"]
-    assert len(waiting.take(8)) == 1
-    assert waiting.take(8) == []
+    assert len(waiting.take(lambda: 8)) == 1
+    assert waiting.take(lambda: 8) == []
 
 
 def test_drained_requests_are_gone():
     requests = [request(7), request(1, width=2)]
     waiting = queue(*requests)
     assert waiting.drained() == requests
-    assert waiting.take(8, wait=False) == waiting.drained() == []
+    assert waiting.take(lambda: 8, wait=False) == waiting.drained() == []
     waiting.put(request(1))
-    assert waiting.take(8, wait=False) == []  # no rows are left over that would fill its batch
+    assert waiting.take(lambda: 8, wait=False) == []  # no rows are left over that would fill its batch

@@ -75,10 +75,14 @@ def rows_of(here, index):
     return tuple(torch.randn(rows, 64, device="cpu", generator=generator).to(here.device) for _ in range(2))
 
 
-def replayed(here, index, start, replays):
-    """Make a step, then that many replays once the others have come as far; return the losses and the weights."""
+def linear(here, index):
+    """Made in one thread: all threads share the generator that weights are drawn from."""
     torch.manual_seed(index)
-    net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).to(here.device)
+    return nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).to(here.device)
+
+
+def replayed(here, net, index, start, replays):
+    """Make a step, then that many replays once the others have come as far; return the losses and the weights."""
     optimizer = mgpu_core.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
     step = mgpu_core.TrainStep(
         net,
@@ -101,10 +105,11 @@ def replayed(here, index, start, replays):
 def test_replays_at_once_have_the_bits_of_replays_one_after_the_other(here):
     """Gradients of weights are sums over 32,768 rows, which cuBLAS adds up in parts, in the workspace of a stream."""
     replays, both, found = 200 if here.is_gpu else 3, threading.Barrier(2), [None, None]
-    wanted = [replayed(here, index, lambda: None, replays) for index in range(2)]
+    wanted = [replayed(here, linear(here, index), index, lambda: None, replays) for index in range(2)]
+    nets = [linear(here, index) for index in range(2)]
 
     def work(index):
-        found[index] = replayed(here, index, lambda: both.wait(60), replays)
+        found[index] = replayed(here, nets[index], index, lambda: both.wait(60), replays)
 
     in_threads(work, 2)
     for index in range(2):

@@ -128,7 +128,7 @@ def joined_aux(losses: Sequence[RankLoss], rows: Sequence[int], reduction: str) 
     for name in names:
         values = [_aux_number((loss.aux or {})[name], name, device) for loss in losses]
         if reduction == "mean" and weights:  # with reduction="weighted" they are sums
-            values = [torch.where(w == 0, 0.0, v * w) for v, w in zip(values, of_ranks, strict=True)]
+            values = [torch.where(w == 0, 0.0, v * w) for v, w in zip(values, weights, strict=True)]
         value = _total([values[0].clone(), *values[1:]], factors)
         found[name] = value if divisor is None else value / divisor
     return found

@@ -122,7 +122,7 @@ class FlatKernel:
         if self._device.type != "cpu":
             shape = len(segments), _core.optimizer_constants()
             self._constants = torch.empty(shape, dtype=torch.float64, device=self._device)
-            self._addresses = torch.zeros(len(segments), dtype=torch.int64, device=self._device)  # of gradients
+            self._addresses = torch.empty(len(segments), dtype=torch.int64, device=self._device)  # of gradients
             self._known: list[int] = []  # what is in this table
             constants, table = self._constants.data_ptr(), self._addresses.data_ptr()
         clip, found = (_pointer(each) for each in self._scalars)

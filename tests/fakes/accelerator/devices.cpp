@@ -240,8 +240,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.attr("devices") = int(fake::kDevices);
   module.def("current", [] { return int(fake::current); });
   module.def("make_current", [](int index) { fake::make_current(c10::DeviceIndex(index)); });
-  // Since the last call: (device, stream, device, stream, copies), of which the first stream waited for the second, where
-  // so many copies from one device to another had been made.
+  // Since the last call: (device, stream, device, stream, copies), of which the first stream waited for the second,
+  // where so many copies from one device to another had been made.
   module.def("take_waits", [] {
     const std::lock_guard<std::mutex> guard(fake::waits_lock);
     std::vector<std::array<int64_t, 5>> found;

@@ -118,6 +118,8 @@ def test_two_threads_with_a_tied_weight(here, with_grad):
 
 
 class Where(nn.Linear):
+    seen: list[tuple[int | None, int]]
+
     def forward(self, x):
         if x.device.type != "cpu":
             self.seen.append((x.device.index, torch.accelerator.current_device_index()))
@@ -129,12 +131,13 @@ def test_the_device_of_a_placed_layer_is_current_in_it(here):
     last = (
         here.device.type if here.device.type == "cpu" else f"{here.device.type}:{torch.accelerator.device_count() - 1}"
     )
-    net, seen = nn.Sequential(Where(4, 4), Where(4, 4), Where(4, 4)), []
-    for each in net:
+    layers = [Where(4, 4) for _ in range(3)]
+    seen: list[tuple[int | None, int]] = []
+    for each in layers:
         each.seen = seen
-    placed = mgpu_core.place(net, ["cpu", here.name, last], ["1", "2"])
+    placed = mgpu_core.place(nn.Sequential(*layers), ["cpu", here.name, last], ["1", "2"])
     placed(torch.ones(2, 4, device="cpu"))
     seen.clear()
     placed(torch.ones(2, 4, device="cpu"))
-    wanted = [torch.device(each).index for each in (here.name, last) if each != "cpu"]
+    wanted = [torch.device(name).index for name in (here.name, last) if name != "cpu"]
     assert seen == [(index, index) for index in wanted]

@@ -104,7 +104,8 @@ def replayed(here, net, index, start, replays):
 
 def test_replays_at_once_have_the_bits_of_replays_one_after_the_other(here):
     """Gradients of weights are sums over 32,768 rows, which cuBLAS adds up in parts, in the workspace of a stream."""
-    replays, both, found = 200 if here.is_gpu else 3, threading.Barrier(2), [None, None]
+    replays, both = 200 if here.is_gpu else 3, threading.Barrier(2)
+    found: list[list[torch.Tensor]] = [[], []]
     wanted = [replayed(here, linear(here, index), index, lambda: None, replays) for index in range(2)]
     nets = [linear(here, index) for index in range(2)]
 

@@ -396,7 +396,8 @@ def _all_reduce_into(
 ) -> str:
     if streams is not None:
         first = tensors[0]
-        pointers, targets = ([each.data_ptr() for each in row] for row in (tensors, outs))
+        pointers = [each.data_ptr() for each in tensors]
+        targets = [each.data_ptr() for each in outs] if outs else []
         dtype, count = CORE_DTYPES[first.dtype], core_count(first)
         return AllReduce(pointers, streams, count, dtype, first.nbytes, op, merge_shared_devices, targets).run(
             algorithm

@@ -106,6 +106,10 @@ def joint_columns(token: torch.Tensor | None, tensors: Sequence[torch.Tensor]) -
 
 
 def _sums(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    if tensors[0].is_cpu:  # a copy costs less there than the Python calls that save it
+        sums = [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
+        dispatch.all_reduce_into(sums, "sum", "direct", True)
+        return sums
     sums = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
     dispatch.all_reduce_into([tensor.contiguous() for tensor in tensors], "sum", "direct", True, outs=sums)
     return sums

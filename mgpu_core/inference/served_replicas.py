@@ -99,14 +99,12 @@ class Replica:
     def _watch(self, given: Given, of_hooks: SharedState) -> None:
         """Warn of attributes that the first calls assign, and of objects that hooks change in two of them."""
         self._calls_to_watch -= 1
-        now = set(of_hooks.changed())
-        if again := sorted(self._changed & now):
+        if again := sorted(of_hooks.changed_again(self._changed)):
             self._calls_to_watch = 0
             warn_user(
                 f"calls of {type(self.module).__name__} change {', '.join(again)}, which all copies share: code that "
                 "reads it finds what another request has left. Keep it in an attribute of the module"
             )
-        self._changed |= now
         if lost := lost_attributes(given):
             self._calls_to_watch = 0
             warn_user(

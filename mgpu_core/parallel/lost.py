@@ -177,19 +177,24 @@ class SharedState:
         before, self._before = self._before, self._now()
         return changed(before, self._before)
 
-    def tell(self, ranks: int, before: set[str]) -> bool:
-        """Warn if so many ranks have changed some of it, again; return whether they have.
+    def changed_again(self, before: set[str]) -> list[str]:
+        """Return the names of all that has changed, and had in a call before; add those of this call to ``before``.
 
         A cache that is filled, or a setting that is made once, changes in one call alone.
+        """
+        found = [name for name in self.changed() if name not in self._read]
+        names = [name for name in found if name in before]
+        before.update(found)
+        return names
+
+    def tell(self, ranks: int, before: set[str]) -> bool:
+        """Warn if so many ranks have changed some of it, again; return whether they have.
 
         Args:
             ranks: how many there are.
             before: the names of what earlier calls have changed; those of this one are added.
         """
-        found = [name for name in self.changed() if name not in self._read]
-        names = [name for name in found if name in before]
-        before.update(found)
-        if names:
+        if names := self.changed_again(before):
             told = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
             warn_user(
                 f"the forward of {type(self._module).__name__} changes {told}: all ranks share it, and change it "

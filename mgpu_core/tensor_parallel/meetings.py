@@ -14,7 +14,7 @@ kept with the checkpoint's own frame, and given again.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, NoReturn, TypeAlias
 
@@ -227,8 +227,9 @@ class DrawnAlone:
         return made
 
 
-def _states_of(devices: Iterable[torch.device]) -> dict[torch.device, torch.Tensor]:
-    return {each: numbers_of([each]).get(each, torch.get_rng_state()) for each in devices}
+def _states_of(devices: Collection[torch.device]) -> dict[torch.device, torch.Tensor]:
+    host = torch.device("cpu")
+    return numbers_of(devices) | ({host: torch.get_rng_state()} if host in devices else {})
 
 
 class _AfterDraw:

@@ -9,8 +9,9 @@ import torch
 
 from benchmarks.run import main
 from mgpu_core import kernels
-from mgpu_core.tools.bench import cases, device_clock, kernel_case
-from mgpu_core.tools.bench.device_clock import DeviceClock, _Queued
+from mgpu_core.tools.advise.device_time import LONGEST_SLEEP, DeviceTime
+from mgpu_core.tools.bench import cases, kernel_case
+from mgpu_core.tools.bench.device_clock import DeviceClock
 from mgpu_core.tools.bench.kernel_case import Task, even_counts, small_counts
 
 pytestmark = pytest.mark.slow
@@ -183,10 +184,10 @@ def test_a_late_host_sleeps_longer_and_runs_again(late: int, runs: int, monkeypa
         gpu.works += 1
         gpu.now += 2.0
 
-    queued = _Queued(work)
+    queued = DeviceTime(work)
     assert queued() == 3.0
     assert gpu.works == len(gpu.slept) == runs
-    assert gpu.slept == [int(min(1e-3 * 2**run, device_clock.LONGEST_SLEEP) * 2e9) for run in range(runs)]
+    assert gpu.slept == [int(min(1e-3 * 2**run, LONGEST_SLEEP) * 2e9) for run in range(runs)]
     gpu.late = 0
     queued()  # it remembers how long it had to sleep
     assert gpu.slept[-1] == gpu.slept[-2]
@@ -205,7 +206,7 @@ def test_who_waits_for_the_gpu_is_not_put_to_sleep(monkeypatch: pytest.MonkeyPat
         gpu.slept.clear()
         now[0] += 0.003 + slept / 2e9
 
-    queued = _Queued(work)
+    queued = DeviceTime(work)
     queued()
     assert now[0] < 0.1
     spent = now[0]
@@ -226,7 +227,7 @@ def test_a_host_whose_times_vary_is_not_taken_for_one_that_waits(monkeypatch: py
         now[0] += took
         gpu.late = int(took > gpu.slept[-1] / 2e9)
 
-    _Queued(work)()
+    DeviceTime(work)()
     assert gpu.slept[-1] == pytest.approx(0.064 * 2e9)
 
 

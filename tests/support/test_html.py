@@ -148,7 +148,7 @@ def test_advice_has_its_table_and_its_sentences():
     )
     measurements = (*measurements[:2], replace(measurements[2], error=HOSTILE), measurements[3])
     reason, best = Reason("compute", HOSTILE), Recommendation(ENGINE, "take it", None)
-    told = (BreakEven("at", 16.0), None, None, None, reason, best, ("a note",), {"torch": HOSTILE})
+    told = (BreakEven("at", 16.0), None, None, None, None, reason, best, ("a note",), {"torch": HOSTILE})
     advice = Advice(("cpu", "cpu"), 8, measurements, *told)
     parsed = Parsed(advice._repr_html_())
     (rows,) = parsed.tables

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from mgpu_core.tools.advise.break_even import BreakEven
+from mgpu_core.tools.advise.host_share import HostShare
 from mgpu_core.tools.advise.memory import Memory
 from mgpu_core.tools.advise.reasons import Reason
 from mgpu_core.tools.advise.recommend import Recommendation
@@ -68,6 +69,7 @@ class AdviceData:
         break_even: the batch from which on many ranks are faster.
         memory: of one rank; ``None`` if it could not be counted.
         shares: of a recorded step of ``TrainStep``; ``None`` if there is none.
+        host: a rank's step on the host and on its GPU; ``None`` off NVIDIA GPUs.
         loader_s: seconds in which the loader has as many rows as the sample; ``None`` without a loader.
         reason: the main cost of many ranks.
         recommendation: the strategy to take.
@@ -81,6 +83,7 @@ class AdviceData:
     break_even: BreakEven
     memory: Memory | None
     shares: StepShares | None
+    host: HostShare | None
     loader_s: float | None
     reason: Reason
     recommendation: Recommendation

@@ -7,6 +7,7 @@ from typing import Any
 
 from mgpu_core.tools.advise.break_even import BreakEven
 from mgpu_core.tools.advise.data import Measurement
+from mgpu_core.tools.advise.host_share import HostShare
 from mgpu_core.tools.advise.memory import Memory
 from mgpu_core.tools.advise.reasons import Reason
 from mgpu_core.tools.advise.recommend import Recommendation
@@ -32,7 +33,7 @@ def read(text: str) -> dict[str, Any]:
 
 
 def _fields(content: dict[str, Any]) -> dict[str, Any]:
-    memory, shares = content["memory"], content["shares"]
+    memory, shares, host = content["memory"], content["shares"], content.get("host")  # older ones have no host
     return {
         "devices": tuple(content["devices"]),
         "rows": content["rows"],
@@ -43,6 +44,7 @@ def _fields(content: dict[str, Any]) -> dict[str, Any]:
         "break_even": BreakEven(**content["break_even"]),
         "memory": None if memory is None else Memory(**memory | {"peaks": tuple(map(tuple, memory["peaks"]))}),
         "shares": None if shares is None else StepShares(**shares),
+        "host": None if host is None else HostShare(**host),
         "loader_s": content["loader_s"],
         "reason": Reason(**content["reason"]),
         "recommendation": Recommendation(**content["recommendation"]),

@@ -19,6 +19,7 @@ from mgpu_core.tools.advise.break_even import break_even
 from mgpu_core.tools.advise.cut import capacity_of, recommended_cut
 from mgpu_core.tools.advise.data import Measurement, best_speedups
 from mgpu_core.tools.advise.from_trace import Seen, record_steps
+from mgpu_core.tools.advise.host_share import HostShare, measured_share
 from mgpu_core.tools.advise.loading import loader_seconds
 from mgpu_core.tools.advise.memory import Memory, count_memory
 from mgpu_core.tools.advise.plan import REPEATS, SECONDS, MakeOptimizer, Plan, plan_of
@@ -122,10 +123,14 @@ def _advised(plan: Plan, clock: Stopwatch, report: Report) -> Advice:
         on_host = replace(plan, devices=(CPU,))
         memory = findings.tried("nor on the CPU", lambda: count_memory(on_host, resized(plan.sample, part)))
     if memory is not None and capacity is not None and memory.total_nbytes > capacity:
-        return _concluded(plan, findings, memory, None, loader_s, recommended_cut(plan, memory, capacity))
+        cut = recommended_cut(plan, memory, capacity)
+        return _concluded(plan, findings, memory, None, loader_s, recommendation=cut)
     seen = findings.tried("no step was recorded", lambda: record_steps(plan, resized(plan.sample, plan.rows)))
+    host = None
+    if plan.devices[0].type == "cuda":
+        host = findings.tried("the host's share was not measured", lambda: measured_share(plan))
     _contests(plan, budget, clock, findings, report)
-    return _concluded(plan, findings, memory, seen, loader_s)
+    return _concluded(plan, findings, memory, seen, loader_s, host)
 
 
 def _contests(plan: Plan, budget: Budget, clock: Stopwatch, findings: _Findings, report: Report) -> None:
@@ -151,6 +156,7 @@ def _concluded(
     memory: Memory | None,
     seen: Seen | None,
     loader_s: float | None,
+    host: HostShare | None = None,
     recommendation: Recommendation | None = None,
 ) -> Advice:
     measurements = tuple(sorted(findings.measurements, key=lambda each: each.batch))
@@ -174,6 +180,7 @@ def _concluded(
         break_even=break_even(best_speedups(medians)),
         memory=memory if memory is None or seen is None else replace(memory, peaks=seen.peaks),
         shares=None if seen is None else seen.shares,
+        host=host,
         loader_s=loader_s,
         reason=reason,
         recommendation=recommendation
@@ -181,6 +188,7 @@ def _concluded(
             own,
             gpus=len(gpus),
             scaling=scaling,
+            host=host,
             loader_s=loader_s,
             reason=reason.name,
             device_count=len(plan.distinct_devices),

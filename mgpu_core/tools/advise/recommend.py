@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mgpu_core.support.tables import human_seconds
+from mgpu_core.tools.advise.host_share import HostShare
 from mgpu_core.tools.advise.reasons import UPDATE
 from mgpu_core.tools.advise.strategies import CAPTURED, DROP_IN, ENGINE, NAMES, ONE
 
@@ -66,6 +67,7 @@ def recommend(
     *,
     gpus: int = 0,
     scaling: Scaling | None = None,
+    host: HostShare | None = None,
     loader_s: float | None = None,
     reason: str = "",
     device_count: int = 1,
@@ -77,6 +79,7 @@ def recommend(
         medians: seconds of a step, of each way that ran.
         gpus: how many different ones the ranks are on; 0 off GPUs.
         scaling: to two machines.
+        host: a rank's step on the host and on its GPU.
         loader_s: seconds in which the loader has such a batch.
         reason: the name of the main cost of many ranks.
         device_count: number of distinct devices.
@@ -94,6 +97,8 @@ def recommend(
         told.insert(0, _slow_loader(loader_s, fastest))
     if reason == UPDATE:
         told.append(_slow_update(device_count))
+    if host is not None and gpus > 1 and host.gpus < gpus:
+        told.append(_waiting_gpus(host, gpus))
     if machines and scaling is not None:
         told.append(_machines(scaling))
     return Recommendation(way, machines, "\n".join(told))
@@ -149,6 +154,15 @@ def _slow_update(device_count: int) -> str:
         return f"{fewer}."
     sharded = f"shard_optimizer=True, with which each of {device_count} devices makes its part (with mgpu_core.optim)"
     return f"{fewer}; and {sharded}."
+
+
+def _waiting_gpus(host: HostShare, gpus: int) -> str:
+    busy = f"{host.gpus} of {gpus} GPUs" if host.gpus else "not even one GPU"
+    return (
+        f"The host is too slow for these GPUs: with {host.rows} rows each, one process keeps {busy} busy. More rows a "
+        "GPU help, fewer and larger operations (torch.compile), or a process per GPU: TrainStep(process_group=...) or "
+        "DDP under torchrun."
+    )
 
 
 def _machines(scaling: Scaling) -> str:

@@ -7,6 +7,7 @@ from statistics import median, quantiles
 
 from mgpu_core.support.tables import Lines, Table, human_nbytes, human_seconds
 from mgpu_core.tools.advise.data import AdviceData, Measurement
+from mgpu_core.tools.advise.host_share import HostShare
 from mgpu_core.tools.advise.memory import Memory
 from mgpu_core.tools.advise.strategies import ONE
 
@@ -67,6 +68,8 @@ def _told(advice: AdviceData) -> list[str]:
             f"{shares.exposed_share:.0%}, update {shares.update_share:.0%}, host {shares.overhead_share:.0%}",
             f"imbalance: the slowest rank computes {shares.imbalance:.0%} longer than the mean",
         ]
+    if advice.host is not None:
+        lines.append(_host(advice.host))
     if advice.loader_s is not None:
         lines.append(f"input pipeline: {human_seconds(advice.loader_s)} for {advice.rows} rows")
     lines.append(f"reason: {advice.reason.name}: {advice.reason.text}")
@@ -77,6 +80,15 @@ def _told(advice: AdviceData) -> list[str]:
 def notes_of(advice: AdviceData) -> list[str]:
     """Return the notes of the measurement, and one on samples that are far apart."""
     return [*advice.notes, *_noise(advice.measurements)]
+
+
+def _host(host: HostShare) -> str:
+    gpus = f"{host.gpus} GPUs" if host.gpus > 1 else "one GPU" if host.gpus else "not even one GPU"
+    return (
+        f"host: {human_seconds(host.forward_s)} a rank for forward and loss, {human_seconds(host.backward_s)} for "
+        f"backward, where its GPU needs {human_seconds(host.device_s)} for {host.rows} rows: one process keeps "
+        f"{gpus} busy"
+    )
 
 
 def _memory(memory: Memory) -> list[str]:

@@ -29,6 +29,8 @@ EXAMPLES = {
         gather_nbytes=0,
         buckets=(Bucket(4 * 101_770, 1.0),),
         host_overhead_seconds=50e-6,
+        host_forward_seconds=100e-6,
+        host_backward_seconds=150e-6,
         border_nbytes=64 * 128 * 4,
     ),
     # 25,557,032 parameters; 64 rows of 3 x 224 x 224 floats and an int64 target.  The largest value between two of its
@@ -49,6 +51,8 @@ EXAMPLES = {
             Bucket(4 * 25_557_032 - 75 * _MIB, 1.0),
         ),
         host_overhead_seconds=0.5e-3,
+        host_forward_seconds=12e-3,
+        host_backward_seconds=12e-3,
         border_nbytes=64 * 256 * 56 * 56 * 4,
     ),
 }

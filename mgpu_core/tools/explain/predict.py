@@ -1,7 +1,8 @@
 """A recorded step at another number of GPUs: pure functions of a profile and a machine.
 
 A step is: scatter, broadcast of the module (the drop-in's), forward, backward overlapped with the all-reduces of the
-buckets, update, gather; and the host's own time.
+buckets, update, gather; and the host's own time.  One thread of a process asks for the forwards of all its GPUs, one
+after the other, and a thread a GPU for their backwards: where that takes longer than a GPU computes, the GPUs wait.
 A bucket is all-reduced as soon as it is ready and the one before is done; the rest after backward is exposed.
 """
 
@@ -60,7 +61,7 @@ class Prediction:
         update_s: of the optimizer.
         broadcast_s: parameters and buffers from rank 0 to all others, where each step does that.
         input_s: scatter and gather.
-        host_s: the host's own time.
+        host_s: the host's own time, and that for which the GPUs of a process wait for it.
         efficiency: rows a second, over so many times those of one GPU.
     """
 
@@ -148,8 +149,17 @@ def _predict(profile: StepProfile, gpus: int, plan: Plan) -> Prediction:
         update_s=profile.update_seconds,
         broadcast_s=_broadcast(profile, gpus, plan),
         input_s=_input(profile, gpus, scale, plan),
-        host_s=profile.host_overhead_seconds,
+        host_s=profile.host_overhead_seconds + _waiting(profile, gpus, slower, plan),
     )
+
+
+def _waiting(profile: StepProfile, gpus: int, slower: float, plan: Plan) -> float:
+    """Return how much longer one process asks for the work of all its GPUs than each of them computes."""
+    if isinstance(plan.machine, HostMemory):
+        return 0.0  # CPU ranks compute in the threads that ask
+    of_a_process = min(gpus, plan.machine.gpus_per_node)
+    asked = of_a_process * profile.host_forward_seconds + profile.host_backward_seconds
+    return max(0.0, asked - slower * (profile.forward_seconds + profile.backward_seconds))
 
 
 def _input(profile: StepProfile, gpus: int, scale: float, plan: Plan) -> float:

@@ -29,6 +29,7 @@ def profile_of(step: Step, name: str) -> StepProfile:
     if not forward or not backward:
         raise ValueError(f"step {step.number} ({step.name}) has no forward and backward to predict other sizes from")
     rows = next((sum(cut.counts) for cut in step.cuts if cut.step == "scatter"), 0)
+    host_forward, host_backward = _host_seconds(step)
     phases = phases_of(step)
     return StepProfile(
         name=name,
@@ -43,6 +44,8 @@ def profile_of(step: Step, name: str) -> StepProfile:
         host_overhead_seconds=(step.end_ns - step.begin_ns - _covered_ns(phases, _MODELLED)) / 1e9,
         broadcast_nbytes=_broadcast_nbytes(phases),
         backwards_in_turn=in_turn,
+        host_forward_seconds=host_forward,
+        host_backward_seconds=host_backward,
         border_nbytes=max((border[2] for each in step.schedules for border in each.borders), default=0),
         joints=joints,
         joint_nbytes=joint_nbytes,
@@ -87,6 +90,21 @@ def _backward(step: Step) -> tuple[float, int]:
     crowd = max(Counter(filter(None, step.devices)).values(), default=1) if joint else 1
     of_rank, turns = _own_backwards([span for span in _spans(step, "backward") if span.rank != ALL_RANKS])
     return _together(joint) / crowd + median(of_rank or [0.0]), max(crowd, turns)
+
+
+def _host_seconds(step: Step) -> tuple[float, float]:
+    """Return the host's seconds for a rank's forward and loss, and for its backward; 0 off GPUs, which alone are asked.
+
+    Threads of Python take turns, so that the forwards of all ranks share the time that they cover together; backwards
+    do so on one device alone.
+    """
+    if not any(device.startswith("cuda") for device in step.devices):
+        return 0.0, 0.0
+    forward, backward = (
+        covered((span.host_begin_ns, span.host_end_ns) for name in names for span in _spans(step, name))
+        for names in (("forward", "loss"), ("backward",))
+    )
+    return forward / len(step.devices) / 1e9, backward / max(Counter(step.devices).values()) / 1e9
 
 
 def _own_backwards(spans: Sequence[Span]) -> tuple[list[float], int]:

@@ -58,6 +58,8 @@ class StepProfile:
         joint_nbytes: of one rank, all-reduced by them together.
         device: the kind of device of the recorded ranks, such as ``cpu`` or ``cuda``; empty: unknown.
         backwards_in_turn: ranks whose backwards ran one after another, as CPU ranks of the drop-in do; 1: none waited.
+        host_forward_seconds: in which the host asks a GPU for a rank's forward and loss; 0: not known, or a CPU rank.
+        host_backward_seconds: of a rank's backward.
     """
 
     name: str
@@ -72,6 +74,8 @@ class StepProfile:
     host_overhead_seconds: float = 0.0
     broadcast_nbytes: int = 0
     backwards_in_turn: int = 1
+    host_forward_seconds: float = 0.0
+    host_backward_seconds: float = 0.0
     device: str = ""
     border_nbytes: int = 0
     joints: int = 0
@@ -86,7 +90,8 @@ class StepProfile:
             _check_whole(name, getattr(self, name), least=1)
         for name in ("scatter_nbytes", "gather_nbytes", "broadcast_nbytes", "border_nbytes", "joints", "joint_nbytes"):
             _check_whole(name, getattr(self, name), least=0)
-        for name in ("forward_seconds", "backward_seconds", "update_seconds", "host_overhead_seconds"):
+        seconds = ("forward_seconds", "backward_seconds", "update_seconds", "host_overhead_seconds")
+        for name in (*seconds, "host_forward_seconds", "host_backward_seconds"):
             _check_number(name, getattr(self, name))
         if self.forward_seconds + self.backward_seconds == 0:
             raise ValueError("forward_seconds and backward_seconds are both 0: nothing was computed")

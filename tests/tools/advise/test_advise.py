@@ -13,6 +13,7 @@ from torch import nn
 
 import mgpu_core
 from mgpu_core.tools.advise.from_trace import Seen
+from mgpu_core.tools.advise.host_share import HostShare
 from mgpu_core.tools.advise.measure import advised
 from mgpu_core.tools.advise.picture import figure_of
 from mgpu_core.tools.advise.plan import plan_of
@@ -97,6 +98,18 @@ def test_the_text(advice):
     assert [each for each in begins if each in wanted] == wanted
     # The step that was recorded is a real one: what else is advised depends on how fast the machine was.
     assert "recommendation: one device: 2 ms a step. Keep the plain loop." in lines
+
+
+def test_the_hosts_share_is_told(advice):
+    found = dataclasses.replace(advice, host=HostShare(32, 4.1e-3, 3.6e-3, 15.5e-3))
+    assert (
+        "host: 4.1 ms a rank for forward and loss, 3.6 ms for backward, where its GPU needs 15.5 ms for 32 rows: "
+        "one process keeps 2 GPUs busy"
+    ) in str(found).splitlines()
+    assert Advice.from_json(found.to_json()) == found
+    older = json.loads(advice.to_json())
+    del older["host"]
+    assert Advice.from_json(json.dumps(older)) == advice
 
 
 def test_json_goes_there_and_back(advice):

@@ -5,6 +5,7 @@ import torch
 
 from mgpu_core.tools.advise.break_even import BreakEven, break_even
 from mgpu_core.tools.advise.data import Measurement
+from mgpu_core.tools.advise.host_share import HostShare
 from mgpu_core.tools.advise.reasons import COMMUNICATION, COMPUTE, IMBALANCE, INPUT, LAUNCH, UNKNOWN, UPDATE, reason_of
 from mgpu_core.tools.advise.recommend import Recommendation, Scaling, recommend
 from mgpu_core.tools.advise.scaling import assumed_topology, scaling_of
@@ -191,6 +192,27 @@ def test_a_slow_update_has_its_own_advice():
     assert one[1:] == [f"{fewer}."]
     (line,) = many[1:]
     assert line.startswith(f"{fewer}; and shard_optimizer=True, with which each of 4 devices makes its part")
+
+
+@pytest.mark.parametrize(
+    ("forward_s", "backward_s", "device_s", "gpus"),
+    [(2.0, 1.0, 9.0, 3), (2.0, 1.0, 9.5, 4), (2.0, 8.0, 9.0, 0), (12.0, 12.0, 62.0, 4), (12.0, 12.0, 15.5, 0)],
+)
+def test_gpus_are_busy_while_the_host_asks_for_less_than_they_compute(forward_s, backward_s, device_s, gpus):
+    found = HostShare(64, forward_s, backward_s, device_s)
+    assert found.gpus == gpus
+    assert gpus == 0 or gpus * forward_s + backward_s < device_s
+    assert (gpus + 1) * forward_s + backward_s >= device_s
+
+
+@pytest.mark.parametrize(("gpus", "told"), [(1, ""), (3, ""), (4, "keeps 3 of 4 GPUs busy"), (8, "keeps 3 of 8")])
+def test_more_gpus_than_the_host_keeps_busy_are_told(gpus, told):
+    medians, share = {ONE: 1.0, ENGINE: 0.5}, HostShare(64, 2.0, 1.0, 9.0)
+    text = recommend(medians, gpus=gpus, host=share).text
+    assert ("torchrun" in text) is bool(told)
+    assert told in text
+    none = recommend(medians, gpus=2, host=HostShare(16, 12.0, 12.0, 15.5)).text
+    assert "with 16 rows each, one process keeps not even one GPU busy" in none
 
 
 GOOD = Scaling("nvlink4+ib-hdr200", 4, 0.75)

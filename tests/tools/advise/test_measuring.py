@@ -1,5 +1,6 @@
 """What is measured, without a clock that could matter: batches, memory, turns, budgets, loaders, failures."""
 
+import contextlib
 import types
 from contextlib import closing
 
@@ -11,10 +12,11 @@ from mgpu_core.errors import Error
 from mgpu_core.tools.advise.batches import batch_sizes, resized
 from mgpu_core.tools.advise.benchmark import Budget, contest, steps_a_turn, stopwatch
 from mgpu_core.tools.advise.from_trace import Peaks
+from mgpu_core.tools.advise.host_share import HostShare, measured_share
 from mgpu_core.tools.advise.loading import loader_seconds, rows_of
 from mgpu_core.tools.advise.memory import count_memory
 from mgpu_core.tools.advise.plan import plan_of
-from mgpu_core.tools.advise.strategies import CAPTURED, DROP_IN, ENGINE, ONE, Engine, first_line, makers
+from mgpu_core.tools.advise.strategies import CAPTURED, DROP_IN, ENGINE, ONE, Engine, Loop, first_line, makers
 
 F4 = 4  # bytes of a float
 
@@ -92,6 +94,48 @@ def test_peaks_are_beyond_what_was_held_before(monkeypatch):
     assert done == ["wait cuda:0", "reset cuda:0", "wait cuda:1", "reset cuda:1"]
     assert peaks.found() == (("cuda:0", 400), ("cuda:1", 40))
     assert done[4:] == ["wait cuda:0", "wait cuda:1"]
+
+
+def test_the_hosts_share_of_a_step(monkeypatch):
+    """The host takes 3 s for each forward and 5 s for each backward; the GPU, by its events, 0.04 s."""
+    now, rows, slept = [0.0], [], []
+
+    class Asked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+
+        def forward(self, x):
+            rows.append(len(x))
+            now[0] += 3
+            output = self.layer(x)
+            output.register_hook(self.backward)
+            return output
+
+        def backward(self, _):
+            now[0] += 5
+
+    class Event:
+        def record(self):
+            pass
+
+        def query(self):
+            return False
+
+        def synchronize(self):
+            pass
+
+        def elapsed_time(self, _):
+            return 40.0
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event())
+    monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    assert measured_share(planned(Asked(), rows=15, ranks=3)) == HostShare(5, 3.0, 5.0, 0.04)
+    assert set(rows) == {2, 5}  # the host's and the GPU's
+    assert len(slept) == rows.count(5) - Loop.warm_up  # the GPU is never in front of the host
 
 
 class Clock:

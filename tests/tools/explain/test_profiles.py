@@ -126,3 +126,23 @@ def test_backwards_that_took_turns_do_so_on_the_host_again():
     links = Topology("free", Link(0.0, FREE))
     assert [predict_step(found, gpus, Plan(HOST)).compute_s for gpus in (1, 2, 4)] == [30, 60, 120]
     assert [predict_step(found, gpus, Plan(links)).compute_s for gpus in (1, 2, 4)] == [40, 40, 40]
+
+
+@pytest.mark.parametrize(
+    ("devices", "seconds"),
+    [
+        (["cpu", "cpu"], (0, 0)),  # computes itself
+        (["cuda:0", "cuda:1"], (6, 14)),  # forwards cover 11, losses 1 more; a thread a GPU for backwards
+        (["cuda:0", "cuda:0"], (6, 7)),
+    ],
+)
+def test_the_host_asks_for_forwards_in_turn_and_for_backwards_by_a_thread_a_gpu(devices, seconds):
+    def late(step, rank, host_begin, host_end):
+        """Return a span whose device is later than its host."""
+        return Span(step, rank, NO_BUCKET, devices[rank], 20 * S, 90 * S, host_begin * S, host_end * S, 2 + rank)
+
+    spans = [span("train_step", ALL_RANKS, 0, 100), cut("scatter", 4, 2)]
+    for rank in range(2):
+        spans += [late("forward", rank, rank, 10 + rank), late("loss", rank, 11, 12), late("backward", rank, 20, 34)]
+    found = profile_of(Step(0, "train_step", spans), "net")
+    assert (found.host_forward_seconds, found.host_backward_seconds) == seconds

@@ -14,6 +14,7 @@ from mgpu_core.tools.explain.topology import HostMemory, Link, Tier, Topology
 
 UNIT = Link(1.0, (Tier(None, 1.0),))
 NODE = Topology("unit", UNIT)
+FREE = (Tier(None, 1e-30),)  # a byte costs nothing beside a second
 HOST = HostMemory(1e-5, 1e-6, (Tier(None, 1e-11),), (Tier(None, 1e-11),))
 # Recorded on 2 ranks: 10 s forward, 20 s backward; 8 bytes are ready in the middle of it, 4 at its end.
 STEP = StepProfile("net", 2, 64, 10.0, 20.0, 3.0, 80, 8, (Bucket(8, 0.5), Bucket(4, 1.0)), 2.0)
@@ -56,6 +57,31 @@ def test_strong_scaling_shares_the_rows():
     assert found.exposed_s == pytest.approx(17)  # backward 0 to 10; bucket 0: 5 to 19, bucket 1: 19 to 27
     alone = predict_step(STEP, 1, Plan(NODE, scaling="strong"))
     assert (alone.compute_s, alone.exposed_s, alone.input_s, alone.efficiency) == (60, 0, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "per_node", "scaling", "waits"),
+    [
+        (1, 8, "weak", 0),  # 3 + 5 of the host, beside 30 of the GPU
+        (8, 8, "weak", 0),  # 8 x 3 + 5 = 29
+        (9, 16, "weak", 2),  # 32
+        (16, 16, "weak", 23),
+        (16, 8, "weak", 0),  # two processes with 8 each
+        (4, 8, "strong", 2),  # 17, beside 15
+    ],
+)
+def test_the_gpus_of_a_process_wait_for_its_host(gpus, per_node, scaling, waits):
+    step = dataclasses.replace(STEP, host_forward_seconds=3.0, host_backward_seconds=5.0)
+    machine = dataclasses.replace(NODE, gpus_per_node=per_node, between=Link(0.0, FREE))
+    found = predict_step(step, gpus, Plan(machine, scaling=scaling))
+    assert found.host_s == pytest.approx(2 + waits)
+
+
+def test_a_host_that_is_late_is_the_bottleneck():
+    step = dataclasses.replace(STEP, host_forward_seconds=30.0, buckets=(), scatter_nbytes=0, gather_nbytes=0)
+    assert predict_step(step, 1, Plan(NODE)).bottleneck == "compute"
+    assert predict_step(step, 4, Plan(NODE)).bottleneck == "host"
+    assert predict_step(step, 4, Plan(HOST)).host_s == 2  # ranks of a CPU compute in the threads that ask
 
 
 def test_cpu_ranks_share_the_cores_and_hide_nothing():

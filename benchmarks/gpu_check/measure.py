@@ -2,29 +2,36 @@
 
 Kernels: GB/s, and how much of a device-to-device copy's bandwidth that is.  Steps: milliseconds of TrainStep next to a
 bare loop with torch's fused optimizer, eager and as one CUDA graph.  Requests: a Predictor next to a bare loop.
-Loader: DeviceLoader next to pinned copies.  Contestants of a row take turns, and their medians are compared.
+Loader: DeviceLoader next to pinned copies.  Host: the time after which a call of a step returns, with 1, 2, 4 and 8
+ranks and with DistributedDataParallel.  Contestants of a row take turns, and their medians are compared.
 
-OUT.json is written after every row.  Exit status: 0; 1 if a row raised, which stops no other row.  On the CPU the sizes
+Each row has a process of its own, so that no row finds the threads and the memory of another.  OUT.json is written
+after every row.  Exit status: 0; 1 if a row raised or took too long, which stops no other row.  On the CPU the sizes
 are small: that tests this file alone.
 """
 
 import argparse
 import json
+import multiprocessing
 import statistics
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
 
 import mgpu_core
 from mgpu_core import kernels
+from mgpu_core.tools.advise.device_time import DeviceTime
+from mgpu_core.tools.advise.host_share import measured_share
+from mgpu_core.tools.advise.plan import plan_of
 from mgpu_core.tools.mnist.model import build_model
 
 Work = Callable[[], object]
@@ -57,20 +64,24 @@ class Bench:
         print(f"figure: {name}:", "  ".join(f"{key} {value:.4g}" for key, value in numbers.items()), flush=True)
 
     def gpu_ms(self, work: Work, repeats: int = 12) -> float:
-        """Return the median milliseconds of the GPU's work alone: behind a sleep, between two events."""
+        """Return the median milliseconds of the GPU's work, which begins when the host has asked for all of it."""
         if not self.is_gpu:
             return self.wall_ms({"one": work}, rounds=3)["one"]
         work()
-        taken = []
-        for _ in range(repeats):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(2_000_000)
-            begin.record()
-            work()
-            end.record()
-            end.synchronize()
-            taken.append(float(begin.elapsed_time(end)))
-        return statistics.median(taken)
+        seconds = DeviceTime(work)
+        return statistics.median(seconds() for _ in range(repeats)) * 1e3
+
+    def host_ms(self, contestants: dict[str, Work], rounds: int = 5) -> dict[str, float]:
+        """Return the median milliseconds until a call of each contestant returns; the device has nothing else to do."""
+        taken: dict[str, list[float]] = {name: [] for name in contestants}
+        for _ in range(rounds):
+            for name, work in contestants.items():
+                self.wait()
+                begin = time.perf_counter()
+                work()
+                taken[name].append((time.perf_counter() - begin) * 1e3)
+        self.wait()
+        return {name: statistics.median(each) for name, each in taken.items()}
 
     def wall_ms(self, contestants: dict[str, Work], rounds: int = 7, turns: int = 10) -> dict[str, float]:
         """Return the median milliseconds of each contestant's turn; they alternate, and the first round is left out."""
@@ -200,15 +211,25 @@ class Steps:
             step()
         return graph.replay
 
-    def ours(self, ranks: int, *, capture: bool = False, workers: str = "auto") -> Work:
+    def distributed(self) -> Work:
+        """Return the bare step of a DistributedDataParallel of one process."""
+        backend = "nccl" if self._bench.is_gpu else "gloo"
+        store = distributed.HashStore()  # type: ignore[attr-defined]
+        distributed.init_process_group(backend, store=store, rank=0, world_size=1)
+        ids = [self._bench.device.index] if self._bench.is_gpu else None
+        return self.bare(wrap=lambda net: DistributedDataParallel(net, ids, gradient_as_bucket_view=True))
+
+    def ours(
+        self, ranks: int, *, capture: bool = False, workers: str = "auto", static_graph: bool = False, warm_up: int = 12
+    ) -> Work:
         """Return a TrainStep with our AdamW, of ranks that share the device."""
         net = self._make()
         optimizer = mgpu_core.optim.AdamW(net.parameters(), lr=1e-4)
         step = mgpu_core.TrainStep(
             net, functional.cross_entropy, optimizer, [str(self._bench.device)] * ranks,
-            amp_dtype=self._amp_dtype, capture=capture, workers=workers,
+            amp_dtype=self._amp_dtype, capture=capture, workers=workers, static_graph=static_graph,
         )  # fmt: skip
-        for _ in range(12):
+        for _ in range(warm_up):
             step(self._x, self._y)
         if step.graphs is not None and not step.graphs.replays:
             raise RuntimeError(f"not captured: {step.graphs.reason}")
@@ -229,19 +250,110 @@ class Steps:
                 "ours_2_capture": lambda: self.ours(2, capture=True),
                 "torch_DataParallel": lambda: self.bare(wrap=lambda net: nn.DataParallel(net, [0])),
             }
-        contestants = {}
-        for who, make in ways.items():
-            try:
-                contestants[who] = make()
-            except Exception as error:
-                print(f"figure: {name} without {who}: {type(error).__name__}: {str(error)[:300]}", flush=True)
-        ms = self._bench.wall_ms(contestants, rounds=5, turns=turns)
+        ms = self._bench.wall_ms(_made(name, ways), rounds=5, turns=turns)
         ratios = {
             f"{ours}_to_{theirs}": ms[ours] / ms[theirs]
             for ours, theirs in (("ours_1", "bare"), ("ours_1_capture", "bare_graph"))
             if {ours, theirs} <= ms.keys()
         }
         self._bench.tell(f"step of {name}, ms", **ms, **ratios)
+
+    def measure_host(self, name: str) -> None:
+        """Print the milliseconds after which a call of a step returns."""
+        ways: dict[str, Callable[[], Work]] = {
+            "bare": self.bare,
+            "ddp": self.distributed,
+            "ours_1": lambda: self.ours(1),
+            "ours_1_static": lambda: self.ours(1, static_graph=True),
+            "ours_8_static": lambda: self.ours(8, workers="threads", static_graph=True, warm_up=4),
+        }
+        for ranks in (2, 4, 8):
+            for workers in ("threads", "caller"):
+                ways[f"ours_{ranks}_{workers}"] = partial(self.ours, ranks, workers=workers, warm_up=4)
+        contestants = _made(name, ways)
+        for work in contestants.values():
+            work()
+        self._bench.tell(f"host of a step of {name}, ms", **self._bench.host_ms(contestants))
+
+
+def _made(name: str, ways: dict[str, Callable[[], Work]]) -> dict[str, Work]:
+    """Return the steps, without those that fail."""
+    contestants = {}
+    for who, make in ways.items():
+        try:
+            contestants[who] = make()
+        except Exception as error:
+            print(f"figure: {name} without {who}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+    return contestants
+
+
+class Half(nn.Module):
+    """A net under autocast to bfloat16, with its output in float32."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(x.device.type, torch.bfloat16):
+            output: torch.Tensor = self.net(x).float()
+        return output
+
+
+class Gpt(nn.Module):
+    """A GPT; of twelve blocks of width 768 it has the size of GPT-2 small."""
+
+    def __init__(self, words: int, blocks: int, width: int) -> None:
+        super().__init__()
+        self.words = nn.Embedding(words, width)
+        block = nn.TransformerEncoderLayer(width, 12, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
+        self.blocks = nn.TransformerEncoder(block, blocks, nn.LayerNorm(width), enable_nested_tensor=False)
+        self.head = nn.Linear(width, words, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the logits with the words in dimension 1, as cross_entropy takes them."""
+        hidden = self.blocks(self.words(ids), nn.Transformer.generate_square_subsequent_mask(ids.size(1), ids.device))
+        logits: torch.Tensor = self.head(hidden).mT
+        return logits
+
+
+def _busy_gpus(bench: Bench, name: str, net: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
+    """Print how many GPUs one process keeps busy with such a batch each, as `mgpu advise` does."""
+    if bench.is_gpu:
+        share = measured_share(plan_of(Half(net), functional.cross_entropy, (x, y), device_ids=[str(bench.device)]))
+        bench.tell(
+            f"one process, {name}, {share.rows} rows a GPU", forward_ms=share.forward_s * 1e3,
+            backward_ms=share.backward_s * 1e3, device_ms=share.device_s * 1e3, gpus=share.gpus,
+        )  # fmt: skip
+
+
+def host_of_resnet50(bench: Bench) -> None:
+    """Two images a rank; then 64 images."""
+    if not bench.is_gpu:
+        return
+    from torchvision.models import resnet50
+
+    x = torch.randn(64, 3, 224, 224, device=bench.device).contiguous(memory_format=torch.channels_last)
+    y = torch.randint(1000, (64,), device=bench.device)
+
+    def make() -> nn.Module:
+        net: nn.Module = resnet50().to(bench.device, memory_format=torch.channels_last)
+        return net
+
+    Steps(bench, make, x[:16], y[:16], torch.bfloat16).measure_host("ResNet-50, bf16")
+    _busy_gpus(bench, "ResNet-50, bf16", make(), x, y)
+
+
+def host_of_gpt(bench: Bench) -> None:
+    """Two rows of 16 tokens a rank; then eight of 1,024."""
+    words, length = bench.size(50_257, 100), bench.size(1024, 16)
+    ids, target = torch.randint(words, (2, 16, length), device=bench.device)
+
+    def make() -> nn.Module:
+        return Gpt(words, bench.size(12, 1), bench.size(768, 48)).to(bench.device)
+
+    Steps(bench, make, ids[:, :16], target[:, :16], torch.bfloat16).measure_host("GPT of 12 blocks, bf16")
+    _busy_gpus(bench, "GPT of 12 blocks, bf16", make(), ids[:8], target[:8])
 
 
 def step_of_simplenet(bench: Bench) -> None:
@@ -344,8 +456,42 @@ def loader(bench: Bench) -> None:
 
 ROWS = (
     memory_bound_kernels, host_part_of_pack, optimizer_kernels, step_of_simplenet, step_of_cnn, step_of_resnet50,
-    requests, loader,
+    host_of_resnet50, host_of_gpt, requests, loader,
 )  # fmt: skip
+LONGEST = 60.0
+"""Seconds of a row."""
+
+
+def _in_child(row: Callable[[Bench], None], device: str, figures: Connection) -> None:
+    """Measure a row, and send its figures, also those before an error."""
+    bench = Bench(device)
+    try:
+        row(bench)
+    finally:
+        figures.send(bench.found)
+
+
+def measured(row: Callable[[Bench], None], device: str) -> tuple[dict[str, dict[str, float]], bool]:
+    """Return the figures of a row in a process of its own, and whether it has ended well.
+
+    The process is forked, so that it need not import torch again; this one has used no GPU.
+    """
+    fork = multiprocessing.get_context("fork")
+    receiver, sender = fork.Pipe(duplex=False)
+    child = fork.Process(target=_in_child, args=(row, device, sender))
+    child.start()
+    sender.close()
+    found: dict[str, dict[str, float]] = {}
+    try:
+        if receiver.poll(LONGEST):
+            found = receiver.recv()
+    except EOFError:  # it has died
+        pass
+    child.join(5)
+    if child.is_alive():
+        child.kill()
+        child.join()
+    return found, child.exitcode == 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -355,20 +501,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no row is begun")
     options = parser.parse_args(arguments)
-    bench, failed, end = Bench(options.device), [], time.monotonic() + options.seconds
+    found: dict[str, dict[str, float]] = {}
+    failed, end = [], time.monotonic() + options.seconds
     for row in ROWS:
         if time.monotonic() > end:
             print(f"figure: not measured, because no time was left: {row.__name__}", flush=True)
             continue
-        try:
-            row(bench)
-        except Exception:
-            traceback.print_exc()
+        figures, ended_well = measured(row, options.device)
+        found |= figures
+        if not ended_well:
             failed.append(row.__name__)
-        options.out.write_text(json.dumps(bench.found, indent=1))
-        if bench.is_gpu:
-            torch.cuda.empty_cache()
-    print(f"measure: {len(bench.found)} rows; failed: {', '.join(failed) or 'none'}")
+        options.out.write_text(json.dumps(found, indent=1))
+    print(f"measure: {len(found)} rows; failed: {', '.join(failed) or 'none'}")
     return int(bool(failed))
 
 

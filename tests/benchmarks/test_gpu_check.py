@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from fakes.gpu_check import ROOT, Machine
 
-from benchmarks.gpu_check import bench, cases, variants
+from benchmarks.gpu_check import bench, cases, measure, variants
 from mgpu_core.tools.bench import cases as bench_cases
 from mgpu_core.tools.bench.titles import TITLES
 
@@ -218,6 +218,32 @@ def test_cases_by_name_by_file_and_without_time(some_cases: Path, capsys: pytest
     assert "cases: 1 not run" in capsys.readouterr().out
     with pytest.raises(RuntimeError, match="no case was found"):
         cases.main([str(some_cases), "-k", "nothing_of_this_name"])
+
+
+def test_a_row_of_measurements_is_alone_and_stops_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "LONGEST", 2.0)
+    here = os.getpid()
+
+    def tells(bench: measure.Bench) -> None:
+        bench.tell("row", child=float(os.getpid() != here))
+
+    def raises(bench: measure.Bench) -> None:
+        tells(bench)
+        raise ValueError("no more")
+
+    def dies(_: measure.Bench) -> None:
+        os._exit(3)
+
+    def hangs(bench: measure.Bench) -> None:
+        tells(bench)
+        time.sleep(60)
+
+    told = {"row": {"child": 1.0}}
+    begin = time.monotonic()
+    assert [measure.measured(row, "cpu") for row in (tells, raises, dies, hangs)] == [
+        (told, True), (told, False), ({}, False), ({}, False)
+    ]  # fmt: skip
+    assert time.monotonic() - begin < 30
 
 
 def test_every_kernel_case_is_measured() -> None:

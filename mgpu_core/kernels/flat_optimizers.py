@@ -63,33 +63,34 @@ class FlatKernel:
     Args:
         name: ``sgd``, ``adam``, ``adamw`` or ``lion``.
         states: in the order of the function of that name; ``None`` where there is none of that kind.
-        parameters, gradients, segments, groups, clip, found_inf: as for :func:`sgd`.
+        parameters, segments, groups, clip, found_inf: as for :func:`sgd`.
+        gradients: as for :func:`sgd`; ``None``: each step is given them.
     """
 
     def __init__(
         self,
         name: str,
         parameters: torch.Tensor,
-        gradients: torch.Tensor,
+        gradients: torch.Tensor | None,
         states: Sequence[torch.Tensor | None],
         segments: torch.Tensor,
         groups: torch.Tensor,
         **scalars: torch.Tensor | None,
     ) -> None:
-        parameters, gradients = as_out(parameters, "parameters"), as_tensor(gradients, "gradients")
+        parameters = as_out(parameters, "parameters")
+        given = {} if gradients is None else {"gradients": as_tensor(gradients, "gradients")}
         segments, groups = as_out(segments, "segments"), as_tensor(groups, "groups")
         found = _as_scalars(scalars)
         check_floating("an optimizer", parameters.dtype)
         check_like(parameters, "parameters", (parameters.numel(),), parameters.dtype)
-        check_like(gradients, "gradients", parameters.shape, parameters.dtype)
+        for each in given.values():
+            check_like(each, "gradients", parameters.shape, parameters.dtype)
         check_like(segments, "segments", (segments.shape[0] if segments.dim() else 0, 5), torch.int64)
         check_like(groups, "groups", (groups.shape[0] if groups.dim() else 0, 6), torch.float64)
-        self._device = on_one_device(
-            parameters=parameters, gradients=gradients, segments=segments, groups=groups, **found
-        )
+        self._device = on_one_device(parameters=parameters, segments=segments, groups=groups, **given, **found)
         self._is_on_host = self._device.type == "cpu"
         self._name, self._kernel = name, _KERNELS[name]
-        self._flat = parameters, gradients
+        self._flat = parameters, given.get("gradients")
         self._tables, self._scalars = (segments, groups), tuple(found.values())
         self._states = self._checked(states)
         self._written = [parameters, segments, *(each for each in self._states if each is not None)]
@@ -109,7 +110,7 @@ class FlatKernel:
             check_like(state, name, parameters.shape, parameters.dtype)
             on_one_device(parameters=parameters, **{name: state})
         outs = {"parameters": parameters, "segments": segments, **given}
-        check_outs(list(outs.values()), list(outs), [gradients])
+        check_outs(list(outs.values()), list(outs), [] if gradients is None else [gradients])
         if self._device.type == "cpu":
             check_rows(segments.tolist(), end=parameters.numel(), groups=groups.shape[0])
         return [given.get(name) for name in names]
@@ -128,7 +129,7 @@ class FlatKernel:
         clip, found = (_pointer(each) for each in self._scalars)
         return _core.FlatBuffer(
             parameters=parameters.data_ptr(),
-            gradients=gradients.data_ptr(),
+            gradients=_pointer(gradients),
             count=parameters.numel(),
             dtype=FLOATING[parameters.dtype],
             segments=segments.data_ptr(),
@@ -151,8 +152,10 @@ class FlatKernel:
 
         Raises:
             ValueError: on the CPU, a group has momentum, but there is no buffer; a segment that was written to the
-                table since is outside the buffers.
+                table since is outside the buffers; there are no gradients.
         """
+        if gradients is None and self._flat[1] is None:
+            raise ValueError("this kernel has no gradients of its own: give them to each step")
         stream = HOST if self._is_on_host else core_stream(self._device)
         extra = self._kernel.extra
         with tracer.span(self._name) if tracer.sink else NULL_CONTEXT:

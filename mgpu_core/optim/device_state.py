@@ -25,11 +25,12 @@ class DeviceState:
     Args:
         kinds: all kinds of state that the kernel takes, in its order.
         buckets: the parts that this device updates, all of each bucket or a shard.
-        values, gradients: per bucket, flat.
+        values, gradients: per bucket, flat; no gradients: launches are given where these are.
         group_of: per parameter the number of its group, or :data:`NO_GROUP`.
         groups: how many the optimizer has.
 
     Attributes:
+        gradients: as given, or since.
         groups: the table of settings, float64 ``(groups, 6)``.
         segments: per bucket its table of segments.
         states: by kind, per bucket.
@@ -47,7 +48,7 @@ class DeviceState:
         groups: int,
     ) -> None:
         self._kinds, self._buckets, self._group_of = kinds, buckets, group_of
-        self._values, self._gradients = values, gradients
+        self._values, self.gradients = values, gradients
         self._found: dict[int, list[tuple[int, int, Segment]]] = {}
         for b, bucket in enumerate(buckets):
             for row, each in enumerate(bucket.segments):
@@ -142,6 +143,6 @@ class DeviceState:
     def _kernel(self, name: str, b: int) -> kernels.FlatKernel:
         states = [self.states[kind][b] if kind in self.states else None for kind in self._kinds]
         return kernels.FlatKernel(
-            name, self._values[b], self._gradients[b], states, self.segments[b], self.groups,
+            name, self._values[b], self.gradients[b] if self.gradients else None, states, self.segments[b], self.groups,
             clip=self.clip, found_inf=self.held_back,
         )  # fmt: skip

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterable, Sequence
+from functools import cached_property
 from itertools import chain
 from typing import Protocol
 
@@ -36,24 +37,34 @@ __all__ = [
 class FlatTensors:
     """Values and gradients of one device, bucket by bucket; padding is zero and stays it.
 
+    There is no memory for gradients until somebody asks for it.
+
     Args:
         buckets: the layout.
         parameters: all parameters; those that no bucket names are left alone.
         device: where.
 
     Attributes:
-        values, gradients: one flat tensor per bucket.
-        value_views, gradient_views: by parameter, in its shape.
+        values: one flat tensor per bucket.
+        value_views: by parameter, in its shape.
     """
 
     def __init__(self, buckets: Sequence[Bucket], parameters: Sequence[torch.Tensor], device: torch.device) -> None:
         self.device = device
         self._buckets, self._parameters = buckets, parameters
         self.values = _flat(buckets, parameters, device)
-        self.gradients = _flat(buckets, parameters, device)
         self.value_views = {i: _with_own_storage(view) for i, view in self.views_of(self.values).items()}
         holders.add(self)
-        self.gradient_views = {i: _with_own_storage(view) for i, view in self.views_of(self.gradients).items()}
+
+    @cached_property
+    def gradients(self) -> list[torch.Tensor]:
+        """One flat tensor per bucket."""
+        return _flat(self._buckets, self._parameters, self.device)
+
+    @cached_property
+    def gradient_views(self) -> dict[int, torch.Tensor]:
+        """The views of gradients, by parameter, in its shape."""
+        return {i: _with_own_storage(view) for i, view in self.views_of(self.gradients).items()}
 
     def views_of(self, flats: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         """Return, by parameter, its part of flat tensors that are like the values."""

@@ -35,6 +35,7 @@ class FlatState:
         flats: per device the flat values and gradients.
         copies: all devices have the same buckets: each updates all of them, or with ``shards`` its part of each.
         shards: how many parts there are; 1: none.
+        holds_gradients: kernels read the flat gradients; otherwise each launch is given where they are.
 
     Attributes:
         devices: one per flat.
@@ -53,6 +54,7 @@ class FlatState:
         *,
         copies: bool,
         shards: int = 1,
+        holds_gradients: bool = True,
     ) -> None:
         self._optimizer, self._rule, self._parameters = optimizer, rule, parameters
         self.flats, self.shards = flats, shards
@@ -65,7 +67,7 @@ class FlatState:
                 list(rule.states),
                 [shard_of(bucket, index, shards) if shards > 1 else bucket for bucket in own],
                 [part_of(each, index, shards) for each in flat.values],
-                [part_of(each, index, shards) for each in flat.gradients],
+                [part_of(each, index, shards) for each in flat.gradients] if holds_gradients else [],
                 self.group_of,
                 groups,
             )
@@ -86,6 +88,14 @@ class FlatState:
         self._is_new = False
         self.generation = 0
         self.fill()
+
+    def hold_gradients(self) -> None:
+        """Let kernels read the flat gradients from now on."""
+        if not all(device.gradients for device in self.devices):
+            for device, flat in zip(self.devices, self.flats, strict=True):
+                device.gradients = flat.gradients
+            if self.launches:
+                self.launches = [each for device in self.devices for each in device.launches(self._kernel)]
 
     def _groups_now(self) -> dict[int, int]:
         numbers = {

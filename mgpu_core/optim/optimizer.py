@@ -55,6 +55,7 @@ class FlatOptimizer(Optimizer):
     _like: LiesLike | None = None  # of gradients that kernels read where they lie
     _gpu: int | None = None  # where these kernels are, if on a GPU
     _parameters: Sequence[torch.Tensor] = ()
+    _views: list[torch.Tensor | None] | None = None  # of the flat gradients; ``None``: these have no memory yet
     _order: _Order | None = None
     _spent: Sequence[torch.Tensor | None] = ()  # gradients that a TrainStep has used
 
@@ -131,6 +132,10 @@ class FlatOptimizer(Optimizer):
                 own = zip(gradients, self._parameters, strict=True)
                 gradients = [parameter if each is None else each for each, parameter in own]
             return flat, used, gradients
+        if self._views is None:
+            flat.hold_gradients()
+            views = {i: view for own in flat.flats for i, view in own.gradient_views.items()}
+            self._views = [views.get(i) for i in range(len(gradients))]
         pairs = [
             (view, each)
             for view, each in zip(self._views, gradients, strict=True)
@@ -170,16 +175,15 @@ class FlatOptimizer(Optimizer):
         mine = set(map(id, self._parameters))  # have flat memory of this class's
         new = [each for each in members if id(each) not in mine]
         warn_of_holders(new, [f"a parameter of shape {tuple(each.shape)}" for each in new])
-        flat = FlatState(self, self.rule, members, buckets, flats, copies=False)
+        in_place = len(flats) == 1 and core_stream(flats[0].device) is not None
+        self._like = LiesLike(members) if in_place and len(set(map(_dtype_of, members))) == 1 else None
+        flat = FlatState(self, self.rule, members, buckets, flats, copies=False, holds_gradients=self._like is None)
         for own in flats:
             own.adopt(members, list(own.value_views))
         self.flat, self._parameters = flat, members
-        views = {i: view for own in flats for i, view in own.gradient_views.items()}
-        self._views = [views.get(i) for i in range(len(members))]
+        self._views = None  # they are made where kernels cannot read gradients in place
         self._ids = list(map(id, members))
         self._memory = list(map(len, map(_members_of, self.param_groups))), list(map(_data_ptr, members))
-        in_place = len(flats) == 1 and core_stream(flats[0].device) is not None
-        self._like = LiesLike(members) if in_place and len(set(map(_dtype_of, members))) == 1 else None
         gpus = [own.device.index for own in flats if own.device.type == streams.GPU_TYPE]
         self._gpu = gpus[0] if in_place and gpus else None
         return flat

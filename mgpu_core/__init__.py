@@ -4,7 +4,9 @@
 and on mixtures of them.  Names are imported at their first use, so that the command line starts without torch.
 """
 
+import sys as _sys
 from importlib import import_module as _import_module
+from types import ModuleType as _ModuleType
 from typing import TYPE_CHECKING, Any
 
 try:
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from mgpu_core import comm, kernels, optim, trace
     from mgpu_core.data.device_loader import DeviceLoader
     from mgpu_core.data.tensor_loader import TensorLoader
+    from mgpu_core.data_parallel import DataParallel, data_parallel
     from mgpu_core.errors import BackendUnavailable, CudaError, Error, NcclError
     from mgpu_core.inference.predictor import Predictor
     from mgpu_core.parallel import gather, parallel_apply, reduce, replicate, scatter, scatter_kwargs
@@ -38,7 +41,6 @@ if TYPE_CHECKING:
     from mgpu_core.tools.run import replacing_torch
     from mgpu_core.trees.containers import register_container
     from mgpu_core.trees.nested import Replicate, Rows
-    from mgpu_core.wrapper import DataParallel, data_parallel
 
 __all__ = [
     "BackendUnavailable",
@@ -101,7 +103,7 @@ _HOMES = {
     "tensor_parallel.module": ["TensorParallel"],
     "data.tensor_loader": ["TensorLoader"],
     "step.train_step": ["TrainStep"],
-    "wrapper": ["DataParallel", "data_parallel"],
+    "data_parallel": ["DataParallel", "data_parallel"],
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -117,6 +119,21 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'mgpu_core' has no attribute {name!r}")
     globals()[name] = value
     return value
+
+
+class _Package(_ModuleType):
+    """The package, in which the function `data_parallel` is not hidden by the file of the same name."""
+
+    @property
+    def data_parallel(self) -> Any:
+        return _import_module("mgpu_core.data_parallel").data_parallel
+
+    @data_parallel.setter
+    def data_parallel(self, file: _ModuleType) -> None:
+        """Ignore the file, which the import system puts here."""
+
+
+_sys.modules[__name__].__class__ = _Package
 
 
 def __dir__() -> list[str]:

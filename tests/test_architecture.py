@@ -1,6 +1,6 @@
 """The arrows point down: read from the sources, file by file.
 
-Python, from the top: tools -> integrations -> wrapper, data, inference -> step -> tensor_parallel -> pipeline ->
+Python, from the top: tools -> integrations -> data_parallel, data, inference -> step -> tensor_parallel -> pipeline ->
 parallel, optim -> comm -> kernels -> ranks, trees -> devices -> errors -> trace -> support -> _core.  And in tools:
 cli -> bench -> doctor, lessons, mnist, run -> advise -> options -> explain -> user_script.
 C++: bindings -> backends.cpp -> backends/* -> core; backends do not include each other; only bindings uses pybind11.
@@ -30,7 +30,7 @@ LAYERS = [
     {"pipeline"},
     {"tensor_parallel"},
     {"step"},
-    {"wrapper", "inference", "data"},
+    {"data_parallel", "inference", "data"},
     {"integrations"},
     {"tools.user_script"},
     {"tools.explain"},

@@ -28,7 +28,7 @@ def test_every_test_runs_on_one_fake():
 
 @pytest.mark.parametrize(
     ("test", "fake"),
-    [("accelerator/test_streams.py", "1"), ("inference/test_predictor.py", "1"), ("wrapper", "cuda")],
+    [("accelerator/test_streams.py", "1"), ("inference/test_predictor.py", "1"), ("data_parallel", "cuda")],
 )
 def test_the_fake_of_a_test(test, fake):
     assert fake_of(test) == fake

@@ -4,6 +4,8 @@ import cProfile
 import gc
 import pstats
 import sys
+import threading
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from mgpu_core.kernels import flat_optimizers
 from mgpu_core.tools.mnist.model import SimpleNet
 
 PACKAGE = Path(mgpu_core.__file__).parent
+LIMITS = tomllib.loads((Path(__file__).parent / "size.toml").read_text())
 COUNTS_ONE_THREAD = pytest.mark.skipif(
     FREES_LATE, reason="cProfile counts all threads, of which idle workers wake on a free-threaded build"
 )
@@ -106,6 +109,83 @@ def test_a_step_stays_in_few_files(ranks, most, most_files):
     assert not files & {"trace/tracer.py", "comm/traffic_trace.py", "comm/trace_hooks.py"}, "nothing is recorded"
 
 
+class Route:
+    """Counts the calls of functions of the package from another file of it, in all threads that have run a layer."""
+
+    def __init__(self):
+        self.calls, self._is_on, self._own = 0, False, threading.local()
+
+    def see(self, frame, event, _):
+        path = frame.f_code.co_filename
+        if event not in ("call", "return") or not path.startswith(f"{PACKAGE}/"):
+            return
+        stack = self._own.__dict__.setdefault("stack", [])
+        if event == "call":
+            self.calls += self._is_on and stack[-1:] != [path]
+            stack.append(path)
+        elif stack:
+            stack.pop()
+
+    def net(self):
+        """Return a net whose middle layer lets its thread be seen."""
+
+        class Seen(torch.nn.Module):
+            def forward(_, x):  # noqa: N805
+                if sys.getprofile() != self.see:
+                    sys.setprofile(self.see)
+                return x.relu()
+
+        return torch.nn.Sequential(torch.nn.Linear(8, 8), Seen(), torch.nn.Linear(8, 3))
+
+    def calls_of(self, work):
+        for _ in range(5):
+            work()
+        sys.setprofile(self.see)
+        self._is_on = True
+        try:
+            work()
+        finally:
+            self._is_on = False
+            sys.setprofile(None)
+        return self.calls
+
+
+def copies(net, x, _):
+    model = mgpu_core.DataParallel(net, ["cpu"] * 2, workers="caller")
+    return lambda: model(x)
+
+
+def trained(net, x, y):
+    optimizer = mgpu_core.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
+    step = mgpu_core.TrainStep(net, cross_entropy, optimizer, ["cpu"] * 2, workers="caller")
+    return lambda: step(x, y)
+
+
+def staged(net, x, _):
+    model = mgpu_core.Pipeline(net, ["cpu"] * 2, split_points=["2"], chunks=2)
+    return lambda: model(x)
+
+
+def cut(net, x, _):
+    model = mgpu_core.TensorParallel(net, ["cpu"] * 2, {"0": "column", "2": "row"})
+    return lambda: model(x)
+
+
+def asked(net, x, _):
+    predict = mgpu_core.Predictor(net, ["cpu"])
+    return lambda: predict(x)
+
+
+WAYS = {"DataParallel": copies, "TrainStep": trained, "Pipeline": staged, "TensorParallel": cut, "Predictor": asked}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_calls_into_another_file_only_fall(name):
+    route = Route()
+    work = WAYS[name](route.net(), torch.randn(8, 8), torch.randint(3, (8,)))
+    assert route.calls_of(work) <= LIMITS[f"calls of {name}"]["most"]
+
+
 def files_on_the_stack():
     """Of the package, those that are on the way to the caller; without what keeps the compiler away."""
     found, frame = [], sys._getframe(1)
@@ -142,4 +222,4 @@ def test_scatter_reaches_the_core_in_four_files(monkeypatch):
 
     monkeypatch.setattr(dispatch, "_core", Core())
     mgpu_core.DataParallel(torch.nn.Linear(2, 1), ["cpu"] * 2)(torch.ones(4, 2))
-    assert files == [{"comm/dispatch.py", "comm/autograd.py", "parallel/scatter_inputs/cut.py", "wrapper.py"}]
+    assert files == [{"comm/dispatch.py", "comm/autograd.py", "parallel/scatter_inputs/cut.py", "data_parallel.py"}]

@@ -154,7 +154,7 @@ stage_bench() {
 stage_suite() {
   needs_gpu
   run_pytest $(if_there xdist -n 12) --maxfail=25 -m "not (slow or processes or soak or fakes or browser)" \
-    tests/step tests/wrapper tests/inference tests/pipeline tests/data tests/comm
+    tests/step tests/data_parallel tests/inference tests/pipeline tests/data tests/comm
 }
 
 # The kernels' twins in cupy, numba and plain CUDA, where these are installed.

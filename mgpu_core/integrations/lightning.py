@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import Module
 
+from mgpu_core.data_parallel import DataParallel
 from mgpu_core.devices.devices import DeviceLike, as_devices
 from mgpu_core.devices.transfer import to_device
 from mgpu_core.parallel.scatter_inputs.cut import Arguments
@@ -20,7 +21,6 @@ from mgpu_core.step.train_step import TrainStep
 from mgpu_core.support.extras import require
 from mgpu_core.support.null_context import NULL_CONTEXT
 from mgpu_core.support.warnings import warn_user
-from mgpu_core.wrapper import DataParallel
 
 __all__ = ["MultiGPUStrategy"]
 

@@ -64,9 +64,8 @@ def outside_the_compiler(function: _F) -> _F:
     return cast(_F, call)
 
 
-_compiler_callback = (
-    torch._C._dynamo.eval_frame.get_eval_frame_callback
-)  # the callback that inspects running frames; None: no callback
+_compiler_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
+"""Returns the callback that inspects running frames; ``None``: there is none."""
 
 
 def compiled_calls(module: Module, compiled: Module, ranks: int) -> list[_Call]:

@@ -102,9 +102,8 @@ def _saved_tensors_hooks(one_device: bool) -> tuple[Callable[[], AbstractContext
 
     A checkpoint finds a tensor again by its index among all that were saved, so the ranks must save theirs in one order
     in the forward and when it runs again: they take turns.  Over several devices its hooks are not carried along:
-        backward then
-    has a thread per device, which would all start the second forward at once, and torch's checkpoint is not made for
-    that.  Nothing is saved then, but nothing is wrong.
+    backward has a thread per device then, which would all start the second forward at once, and torch's checkpoint is
+    not made for that.  Nothing is saved, but nothing is wrong.
     """
     engine: Any = torch._C._autograd
     banned = engine._saved_tensors_hooks_get_disabled_error_message()

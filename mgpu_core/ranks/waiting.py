@@ -158,7 +158,7 @@ class Waiting:
                 if queue is None:
                     queue, name = self._queues[stage], rank
                     queue.append(rank)
-                self._until_done(lambda: queue[0] == name, f"turn {name} at stage {stage} did not come")
+                self._until_done(lambda: queue[0] == name, lambda: f"turn {name} at stage {stage} did not come")
                 self._turns[rank] = queue, name
             except BaseException:  # Ctrl-C, too, anywhere in here
                 self._turns.pop(rank, None)
@@ -191,13 +191,13 @@ class Waiting:
                 lambda: f"{next(key for key in keys if key not in self._done)} was not done",
             )
 
-    def _until_done(self, is_done: Callable[[], bool], late: str | Callable[[], str]) -> None:
+    def _until_done(self, is_done: Callable[[], bool], late: Callable[[], str]) -> None:
         """Wait for something that no longer comes after a failure."""
         in_time = self._until(lambda: self._is_stopped or self.has_failed or is_done())
         if self._is_stopped or self.has_failed:
             raise RankExited("another rank failed, or the call was given up")
         if not in_time:
-            raise Error(f"{late if isinstance(late, str) else late()} within {self.seconds:g} s")
+            raise Error(f"{late()} within {self.seconds:g} s")
 
     def _until(self, holds: Callable[[], Any]) -> bool:
         """Wait, with the lock; return whether it holds in time."""

@@ -67,7 +67,7 @@ LISTS = {
         "step/test_optimizer_state.py",
         "step/test_train_step.py",
         "step/test_trained_module.py",
-        "wrapper",
+        "data_parallel",
     ),
 }
 VARIABLE_OF = {"plain": "1", "zoo": "1", "cuda": "cuda"}  # the values of accelerator.WANTED

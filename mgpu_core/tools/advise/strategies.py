@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
+from mgpu_core.data_parallel import DataParallel
 from mgpu_core.devices.transfer import module_to, to_device
 from mgpu_core.errors import Error
 from mgpu_core.step.graph_cache import GRAPH_DEVICE, WARM_UP
@@ -16,7 +17,6 @@ from mgpu_core.step.train_step import TrainStep
 from mgpu_core.tools.advise.batches import Batch
 from mgpu_core.tools.advise.plan import Plan
 from mgpu_core.trees.module_copy import copy_module
-from mgpu_core.wrapper import DataParallel
 
 __all__ = ["CAPTURED", "DROP_IN", "ENGINE", "NAMES", "ONE", "Engine", "Loop", "Way", "first_line", "makers"]
 

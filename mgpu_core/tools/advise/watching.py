@@ -13,10 +13,10 @@ import torch
 from torch.nn import Module
 from torch.nn.modules import module as torch_module
 
+from mgpu_core.data_parallel import DataParallel
 from mgpu_core.inference.predictor import Predictor
 from mgpu_core.inference.requests import Call
 from mgpu_core.tools.advise.script import dim_of, without_wrappers
-from mgpu_core.wrapper import DataParallel
 
 __all__ = ["Seen", "Watch", "watching"]
 

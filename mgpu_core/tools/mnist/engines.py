@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from mgpu_core.data_parallel import DataParallel
 from mgpu_core.step.checkpoint import load_state, state_of
 from mgpu_core.step.train_step import TrainStep
 from mgpu_core.tools.mnist.config import Config
-from mgpu_core.wrapper import DataParallel
 
 
 class LoopStep:

@@ -20,13 +20,13 @@ import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from mgpu_core.data_parallel import DataParallel
 from mgpu_core.devices.devices import default_devices
 from mgpu_core.ranks.random import random_numbers_kept
 from mgpu_core.support.warnings import warn_user
 from mgpu_core.trees.comparison import any_in_half, difference
 from mgpu_core.trees.module_copy import copy_module
 from mgpu_core.trees.nested import cloned, tensors_in
-from mgpu_core.wrapper import DataParallel
 
 __all__ = ["AutoWrap", "not_counted", "uncounted"]
 

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
+from mgpu_core.data_parallel import DataParallel, data_parallel
 from mgpu_core.devices.devices import has_accelerator
 from mgpu_core.parallel import gather, parallel_apply, replicate, scatter, scatter_kwargs
 from mgpu_core.tools.run import functions
 from mgpu_core.tools.run.auto_wrap import AutoWrap, not_counted, uncounted
 from mgpu_core.tools.run.cuda_as_cpu import CudaAsCpu, loading_on_host, no_gpu
-from mgpu_core.wrapper import DataParallel, data_parallel
 
 __all__ = ["Replaced", "replacing_torch"]
 

@@ -1,6 +1,8 @@
 """Signatures and attributes are torch's, methods may be overridden, and the functional form does the same."""
 
 import inspect
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -172,3 +174,12 @@ def test_data_parallel_with_dim_and_shares():
     x = numbers(2, 6)
     assert torch.equal(data_parallel(net, x, cpu(2), dim=1, shares=[2, 1]), x * 2)
     assert sorted(sizes) == [2, 4]
+
+
+def test_the_function_is_not_hidden_by_its_file():
+    """The import system names a file in its package once it is read."""
+    code = (
+        "import mgpu_core; from mgpu_core.data_parallel import data_parallel as own; import mgpu_core.data_parallel; "
+        "from mgpu_core import data_parallel; assert mgpu_core.data_parallel is data_parallel is own"
+    )
+    subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=120)

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from mgpu_core.pipeline.balance import balance
     from mgpu_core.pipeline.module import Pipeline
     from mgpu_core.pipeline.place import place
-    from mgpu_core.pipeline.weights import parameters_on_meta
     from mgpu_core.ranks.team import Team
     from mgpu_core.step.train_step import TrainStep
     from mgpu_core.tensor_parallel.embedding import ParallelEmbedding
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
     from mgpu_core.tools.run import replacing_torch
     from mgpu_core.trees.containers import register_container
     from mgpu_core.trees.nested import Replicate, Rows
+    from mgpu_core.trees.weights import parameters_on_meta
 
 __all__ = [
     "BackendUnavailable",
@@ -95,7 +95,7 @@ _HOMES = {
     "pipeline.balance": ["balance"],
     "pipeline.module": ["Pipeline"],
     "pipeline.place": ["place"],
-    "pipeline.weights": ["parameters_on_meta"],
+    "trees.weights": ["parameters_on_meta"],
     "tools.run": ["replacing_torch"],
     "parallel.sync_batchnorm": ["SyncBatchNorm", "convert_sync_batchnorm"],
     "tensor_parallel.embedding": ["ParallelEmbedding"],

@@ -1,8 +1,8 @@
 """The arrows point down: read from the sources, file by file.
 
-Python, from the top: tools -> integrations -> data_parallel, data, inference -> step -> tensor_parallel -> pipeline ->
-parallel, optim -> comm -> kernels -> ranks, trees -> devices -> errors -> trace -> support -> _core.  And in tools:
-cli -> bench -> doctor, lessons, mnist, run -> advise -> options -> explain -> user_script.
+Python, from the top: tools -> integrations -> data_parallel, data -> step, inference -> pipeline, tensor_parallel ->
+parallel, optim -> comm -> kernels -> ranks, trees -> devices -> errors -> trace -> support -> _core.
+And in tools: cli -> bench -> doctor, lessons, mnist, run -> advise -> options -> explain -> user_script.
 C++: bindings -> backends.cpp -> backends/* -> core; backends do not include each other; only bindings uses pybind11.
 """
 
@@ -27,10 +27,9 @@ LAYERS = [
     {"kernels"},
     {"comm"},
     {"parallel", "optim"},
-    {"pipeline"},
-    {"tensor_parallel"},
-    {"step"},
-    {"data_parallel", "inference", "data"},
+    {"pipeline", "tensor_parallel"},
+    {"step", "inference"},
+    {"data_parallel", "data"},
     {"integrations"},
     {"tools.user_script"},
     {"tools.explain"},

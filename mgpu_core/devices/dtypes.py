@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["FLOATING", "REAL", "has_gradients"]
+__all__ = ["AMP_DTYPES", "FLOATING", "REAL", "has_gradients"]
 
 FLOATING = {
     torch.float16: "float16",
@@ -12,6 +12,8 @@ FLOATING = {
     torch.float32: "float32",
     torch.float64: "float64",
 }
+AMP_DTYPES = (torch.bfloat16, torch.float16)
+"""Those in which a forward may compute under autocast."""
 REAL = {**FLOATING, torch.int32: "int32", torch.int64: "int64", torch.uint8: "uint8"}
 
 

@@ -207,7 +207,7 @@ def own_stream(purpose: Purpose, gpu: int) -> torch.Stream:
 
     Args:
         purpose: ``copies`` between devices, ``sums`` of gradients during a backward, and the sums that are part of a
-            recording: there is one at a time (see :mod:`mgpu_core.step.graph_cache`).
+            recording: there is one at a time (see :mod:`mgpu_core.devices.graphs`).
     """
     made = _own_streams.get((purpose, gpu))  # not a ``cache``, which could give two threads two streams
     return made or _own_streams.setdefault(

@@ -17,6 +17,7 @@ import torch
 from torch.nn import Module
 
 from mgpu_core.devices.devices import DeviceLike, as_device, as_devices, local_devices
+from mgpu_core.devices.dtypes import AMP_DTYPES
 from mgpu_core.devices.streams import GPU_TYPE
 from mgpu_core.devices.time_limits import time_limit
 from mgpu_core.devices.traces import refuse_traces
@@ -29,10 +30,9 @@ from mgpu_core.inference.served_replicas import replicas_of
 from mgpu_core.inference.stats import Stats
 from mgpu_core.parallel.gather_outputs import gather
 from mgpu_core.pipeline.place import is_placed
-from mgpu_core.pipeline.placement import is_spread
 from mgpu_core.ranks.compiled import compiled_calls
 from mgpu_core.ranks.workers import EXIT_SECONDS
-from mgpu_core.step.grad_scaler import AMP_DTYPES
+from mgpu_core.trees.moves import is_spread
 from mgpu_core.trees.nested import tensors_in
 
 __all__ = ["Predictor"]

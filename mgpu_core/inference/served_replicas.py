@@ -9,18 +9,18 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import Module
 
+from mgpu_core.devices.graphs import CudaRecorder, FailedRecordings
 from mgpu_core.devices.transfer import module_to
 from mgpu_core.inference.calls_at_once import CallsAtOnce
 from mgpu_core.inference.requests import Request, form_of, key_of
 from mgpu_core.parallel.lost import Given, SharedState, given_attributes, lost_attributes
-from mgpu_core.pipeline.placement import is_spread
-from mgpu_core.step.graph_cache import CudaRecorder, FailedRecordings
 from mgpu_core.support.null_context import NULL_CONTEXT
 from mgpu_core.support.warnings import warn_user
 from mgpu_core.trees.comparison import any_in_half
 from mgpu_core.trees.layer_holders import still_reached
 from mgpu_core.trees.module_copy import copy_module, give_attributes, set_compiled
 from mgpu_core.trees.module_tree import tensors_of
+from mgpu_core.trees.moves import is_spread
 from mgpu_core.trees.nested import Tree, flatten, map_leaves
 
 __all__ = ["GraphedModule", "Replica", "replicas_of"]

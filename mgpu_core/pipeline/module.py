@@ -18,7 +18,6 @@ from mgpu_core.parallel.scatter_inputs import scatter_objects
 from mgpu_core.pipeline.deferred import DeferredStatistics
 from mgpu_core.pipeline.pipeline_run import LastStage, PipelineRun, workers_of
 from mgpu_core.pipeline.place import placed
-from mgpu_core.pipeline.placement import refuse_moves
 from mgpu_core.pipeline.schedules import FORWARD, check_schedule, plan
 from mgpu_core.ranks.compiled import outside_the_compiler
 from mgpu_core.ranks.draws import Draws
@@ -29,6 +28,7 @@ from mgpu_core.support.null_context import NULL_CONTEXT
 from mgpu_core.trace.tracer import span
 from mgpu_core.trees.module_copy import copy_module
 from mgpu_core.trees.module_tree import ModuleTree
+from mgpu_core.trees.moves import refuse_moves
 
 __all__ = ["Pipeline"]
 

@@ -14,12 +14,13 @@ from torch.nn import Module
 from mgpu_core.devices.devices import DeviceLike, as_devices
 from mgpu_core.pipeline.attributes import Before
 from mgpu_core.pipeline.balance import cut_layers, measured_layers
-from mgpu_core.pipeline.placement import MOVES, Called, Placement, Split, refuse_moves
+from mgpu_core.pipeline.placement import MOVES, Called, Placement, Split
 from mgpu_core.pipeline.visits import OwnForward, Visit, visit_of
-from mgpu_core.pipeline.weights import weights_of
 from mgpu_core.trees.filled import Contents
 from mgpu_core.trees.module_tree import tensors_of
+from mgpu_core.trees.moves import refuse_moves
 from mgpu_core.trees.nested import tensors_in
+from mgpu_core.trees.weights import weights_of
 
 __all__ = ["PlacedCall", "PlacedForward", "is_placed", "place", "placed"]
 
@@ -124,7 +125,7 @@ def placed(
             shares = memory = None
     placement = Placement(net, devices, split, shares=shares, memory=memory, called=called, recomputes=recomputes)
     if files is not None:
-        files.load(placement)
+        files.load(lambda tensor: placement.devices[placement.stage_of(tensor)])
     return placement
 
 

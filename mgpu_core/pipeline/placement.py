@@ -28,32 +28,16 @@ from mgpu_core.pipeline.visits import Border, Visit, remove_borders
 from mgpu_core.ranks.waiting import Waiting
 from mgpu_core.support.warnings import warn_user
 from mgpu_core.trees.module_tree import check_initialised, modules_of, named_parameters_of, tensors_of
+from mgpu_core.trees.moves import give_memory, is_spread
 from mgpu_core.trees.nested import tensors_in
 
-__all__ = ["MOVES", "Called", "Placement", "Split", "give_memory", "is_spread", "refuse_moves"]
+__all__ = ["MOVES", "Called", "Placement", "Split"]
 
 MOVES = ("to", "to_empty", "cpu", "cuda", "ipu", "mtia", "xpu", torch._C._get_privateuse1_backend_name())
 """The methods of a module that would bring it to one device; the last is of a plug-in for torch."""
 
 Split = Sequence[str] | Mapping[str, int] | None
 """The names of layers at which parts begin; or the parts of some modules; or nothing, for a cut by bytes."""
-
-
-def is_spread(module: Module) -> bool:
-    """Return whether the parts of a module were put on several devices, by ``place`` or ``Pipeline``."""
-    return getattr(module.to, "__func__", module.to) is refuse_moves
-
-
-def refuse_moves(*args: Any, **kwargs: Any) -> Any:
-    """Stand in for ``to``, ``cuda`` and ``cpu`` of a module whose parts are on several devices.
-
-    Raises:
-        RuntimeError: it would bring all parts to one device.
-    """
-    raise RuntimeError(
-        "this module's parts are on several devices: to(), cuda() and cpu() would bring them all to one. Change dtypes "
-        "with half(), float(), bfloat16() or double(); for another placement, make it anew from the module"
-    )
 
 
 _LOST = (
@@ -470,13 +454,3 @@ def _move_to(root: Module, name: str, device: torch.device) -> None:
         parameter.grad = None
         give_memory(parameter, moved)
         parameter.grad = grad
-
-
-def give_memory(parameter: torch.Tensor, moved: torch.Tensor) -> None:
-    """Let a parameter or buffer have the memory of a tensor, and stay the same object."""
-    try:
-        parameter.data = moved
-    except RuntimeError:  # of another kind of device: torch exchanges all of the two tensors, attributes too
-        other = torch.Tensor._make_subclass(type(parameter), moved, parameter.requires_grad)
-        other.__dict__.update(parameter.__dict__)
-        torch.utils.swap_tensors(parameter, other)

@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
+from mgpu_core.devices.graphs import GRAPH_DEVICE, CudaRecorder
 from mgpu_core.devices.time_limits import time_limit
 from mgpu_core.step.forward_backward import ForwardBackward, RankPart, seed
 from mgpu_core.step.grad_clip import GradientNorm, factor_of, overflow_of, warm_up
-from mgpu_core.step.graph_cache import GRAPH_DEVICE, CapturedStep, CudaRecorder, StaticNest, StepGraphs
+from mgpu_core.step.graph_cache import CapturedStep, StaticNest, StepGraphs
 from mgpu_core.step.loss import RankLoss, Window
 from mgpu_core.step.options import Options
 from mgpu_core.step.rank_modules import RankModules

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-__all__ = ["AMP_DTYPES", "LossScale"]
+__all__ = ["LossScale"]
 
-AMP_DTYPES = (torch.bfloat16, torch.float16)
 INITIAL, GROWTH, BACKOFF, INTERVAL = 2.0**16, 2.0, 0.5, 2000
 
 

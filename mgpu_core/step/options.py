@@ -12,17 +12,17 @@ from torch.optim import Optimizer
 
 from mgpu_core.comm.reductions import ALGORITHMS
 from mgpu_core.devices.devices import as_devices, local_devices
+from mgpu_core.devices.dtypes import AMP_DTYPES
 from mgpu_core.devices.transfer import module_to
 from mgpu_core.pipeline.module import Pipeline
 from mgpu_core.pipeline.place import is_placed
-from mgpu_core.pipeline.placement import is_spread
 from mgpu_core.ranks.random import check_rng
 from mgpu_core.ranks.team import Team
 from mgpu_core.ranks.worker_choice import check_workers
-from mgpu_core.step.grad_scaler import AMP_DTYPES
 from mgpu_core.step.loss import REDUCTIONS
 from mgpu_core.tensor_parallel.module import TensorParallel
 from mgpu_core.trees.module_tree import named_parameters_of, parameters_of
+from mgpu_core.trees.moves import is_spread
 
 __all__ = [
     "ARGUMENTS",

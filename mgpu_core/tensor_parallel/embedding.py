@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.nn.functional import embedding as rows_of
 
+from mgpu_core.comm.collectives import broadcast
 from mgpu_core.devices.devices import DeviceLike
-from mgpu_core.tensor_parallel.collectives import broadcast
 from mgpu_core.tensor_parallel.shards import Sharded, of_other_ranks
 
 __all__ = ["ParallelEmbedding"]

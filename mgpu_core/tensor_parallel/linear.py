@@ -21,9 +21,9 @@ from torch.nn.functional import linear as linear_of
 
 from mgpu_core.comm import autograd
 from mgpu_core.comm.arguments import as_list
+from mgpu_core.comm.collectives import broadcast
 from mgpu_core.devices.devices import DeviceLike
 from mgpu_core.devices.transfer import to_device
-from mgpu_core.tensor_parallel.collectives import broadcast
 from mgpu_core.tensor_parallel.shards import Sharded
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear"]

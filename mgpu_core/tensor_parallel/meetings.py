@@ -23,13 +23,13 @@ from torch._C import _current_graph_task_id
 from torch.nn import Module
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
+from mgpu_core.comm.collectives import joint_columns, joint_sum
 from mgpu_core.devices.streams import on_all
 from mgpu_core.devices.transfer import to_device
 from mgpu_core.errors import Error
 from mgpu_core.ranks.context import checkpoint_closure
 from mgpu_core.ranks.random import current_generator, current_stream, numbers_of
 from mgpu_core.ranks.run import Run, current_lane
-from mgpu_core.tensor_parallel.collectives import joint_columns, joint_sum
 from mgpu_core.tensor_parallel.shards import of_other_ranks
 from mgpu_core.trace import tracer
 from mgpu_core.trace.events import ALL_RANKS

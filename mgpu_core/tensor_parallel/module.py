@@ -18,8 +18,6 @@ from mgpu_core.devices.devices import DeviceLike, as_devices
 from mgpu_core.devices.time_limits import time_limit
 from mgpu_core.devices.transfer import copy_into, to_device
 from mgpu_core.errors import Error
-from mgpu_core.pipeline.placement import is_spread, refuse_moves
-from mgpu_core.pipeline.weights import Weights, weights_of
 from mgpu_core.ranks.compiled import outside_the_compiler
 from mgpu_core.ranks.modes import check_modes
 from mgpu_core.ranks.random import RankStream, random_numbers_kept, same_numbers
@@ -37,7 +35,9 @@ from mgpu_core.trace.events import ALL_RANKS
 from mgpu_core.trace.tracer import in_span, span
 from mgpu_core.trees.module_copy import copy_module, leaf_like
 from mgpu_core.trees.module_tree import check_initialised
+from mgpu_core.trees.moves import is_spread, refuse_moves
 from mgpu_core.trees.nested import map_leaves, tensors_in, unwrapped
+from mgpu_core.trees.weights import Weights, weights_of
 
 __all__ = ["TensorParallel"]
 

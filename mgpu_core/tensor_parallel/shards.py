@@ -11,9 +11,9 @@ from torch import nn
 from mgpu_core.comm import autograd, dispatch
 from mgpu_core.devices.devices import DeviceLike
 from mgpu_core.parallel.scatter_inputs import row_counts
-from mgpu_core.pipeline.placement import refuse_moves
 from mgpu_core.ranks.team import Team
 from mgpu_core.trees.module_tree import check_initialised
+from mgpu_core.trees.moves import refuse_moves
 
 __all__ = ["Sharded", "of_other_ranks"]
 

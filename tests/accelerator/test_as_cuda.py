@@ -13,9 +13,9 @@ from mgpu_core import DataParallel, Error, Predictor
 from mgpu_core._core import Stream
 from mgpu_core.comm.algorithms import AllReduce
 from mgpu_core.devices import streams
+from mgpu_core.devices.graphs import CudaRecorder
 from mgpu_core.errors import BackendUnavailable
 from mgpu_core.ranks.rank_clock import RankClock
-from mgpu_core.step.graph_cache import CudaRecorder
 from mgpu_core.tools.explain.clock import EventClock
 
 GPU, FAKE = torch.device("cuda", 1), torch.device("fake", 1)  # as the clocks and the recorder name it

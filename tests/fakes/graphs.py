@@ -46,7 +46,7 @@ def total(output, target):
 
 def give_graphs(monkeypatch, kind):
     """Makes devices of this kind those that have graphs."""
-    for index in ("step.graph_cache", "step.cuda_graphs"):
+    for index in ("devices.graphs", "step.cuda_graphs"):
         monkeypatch.setattr(f"mgpu_core.{index}.GRAPH_DEVICE", kind)
 
 

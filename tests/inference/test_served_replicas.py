@@ -11,8 +11,8 @@ from fakes.nets import cpu
 from torch import nn
 
 from mgpu_core import Pipeline, Predictor
+from mgpu_core.devices.graphs import ATTEMPTS, RETRY_AFTER
 from mgpu_core.inference.served_replicas import GraphedModule
-from mgpu_core.step.graph_cache import ATTEMPTS, RETRY_AFTER
 
 
 class Writing(nn.Module):

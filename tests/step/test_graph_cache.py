@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import RMSprop
 
 from mgpu_core import Replicate, convert_sync_batchnorm
+from mgpu_core.devices.graphs import ATTEMPTS, RETRY_AFTER
 from mgpu_core.optim import SGD
 from mgpu_core.step import graph_cache as graphs
 from mgpu_core.step.cuda_graphs import CapturedSteps
@@ -140,7 +141,7 @@ def test_a_recording_that_fails_behind_its_update_is_tried_so_often_and_no_more(
         losses = [captured(x, 2, y) for x, y in batches(90, 8)]
     assert all(map(torch.equal, losses, [plain(x, 2, y) for x, y in batches(90, 8)]))
     assert same(captured.module, plain.module)
-    assert recorder_of(captured).records == graphs.ATTEMPTS == 3
+    assert recorder_of(captured).records == ATTEMPTS == 3
 
 
 def test_a_recording_that_another_thread_has_broken_is_made_later(monkeypatch):
@@ -157,8 +158,8 @@ def test_a_recording_that_another_thread_has_broken_is_made_later(monkeypatch):
         losses = [captured(x, 2, y) for x, y in batches(WARM_UP + 2, 8)]
     assert len(told) == 1
     with warnings.catch_warnings(action="error"):
-        losses += [captured(x, 2, y) for x, y in batches(graphs.RETRY_AFTER + 5, 8)]
-    wanted = [plain(x, 2, y) for count in (WARM_UP + 2, graphs.RETRY_AFTER + 5) for x, y in batches(count, 8)]
+        losses += [captured(x, 2, y) for x, y in batches(RETRY_AFTER + 5, 8)]
+    wanted = [plain(x, 2, y) for count in (WARM_UP + 2, RETRY_AFTER + 5) for x, y in batches(count, 8)]
     assert all(map(torch.equal, losses, wanted))
     assert same(captured.module, plain.module)
     assert captured.graphs.replays == 5

@@ -5,7 +5,7 @@ import torch
 from fakes.nets import chunks, cpu
 from torch.profiler import ProfilerActivity, profile
 
-from mgpu_core.tensor_parallel.collectives import all_gather, all_reduce, broadcast, reduce_scatter
+from mgpu_core.comm.collectives import all_gather, all_reduce, broadcast, reduce_scatter
 
 
 def per_rank(ranks, *shape):

@@ -18,7 +18,6 @@ from torch.nn import Module
 from mgpu_core.devices.transfer import module_to
 from mgpu_core.inference.predictor import Predictor
 from mgpu_core.inference.requests import Call, Request
-from mgpu_core.pipeline.placement import is_spread
 from mgpu_core.support.progress import Report, silent
 from mgpu_core.support.tables import Lines, Table, human_seconds, text_of
 from mgpu_core.tools.advise.benchmark import Budget
@@ -26,6 +25,7 @@ from mgpu_core.tools.advise.strategies import first_line
 from mgpu_core.tools.advise.surroundings import busy_notes, random_state_kept
 from mgpu_core.tools.explain.environ import environment
 from mgpu_core.trees.module_copy import copy_module
+from mgpu_core.trees.moves import is_spread
 from mgpu_core.trees.nested import map_leaves, moved
 
 __all__ = ["InferenceAdvice", "Load", "Way", "advise_inference", "asked_for", "ways_of"]

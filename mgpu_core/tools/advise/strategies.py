@@ -10,9 +10,10 @@ import torch
 from torch.nn import Module
 
 from mgpu_core.data_parallel import DataParallel
+from mgpu_core.devices.graphs import GRAPH_DEVICE
 from mgpu_core.devices.transfer import module_to, to_device
 from mgpu_core.errors import Error
-from mgpu_core.step.graph_cache import GRAPH_DEVICE, WARM_UP
+from mgpu_core.step.graph_cache import WARM_UP
 from mgpu_core.step.train_step import TrainStep
 from mgpu_core.tools.advise.batches import Batch
 from mgpu_core.tools.advise.plan import Plan

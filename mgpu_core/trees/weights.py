@@ -1,4 +1,4 @@
-"""Weights from files straight to the devices of a placed module, one tensor at a time.
+"""Weights from files straight to the devices of a module's tensors, one tensor at a time.
 
 For files of safetensors: one, or a folder with several and, as a rule, an index of them.
 """
@@ -26,8 +26,8 @@ from torch.nn.modules.module import (
 )
 
 from mgpu_core.devices.transfer import to_device
-from mgpu_core.pipeline.placement import Placement, give_memory
 from mgpu_core.support.extras import require
+from mgpu_core.trees.moves import give_memory
 
 __all__ = ["Weights", "parameters_on_meta", "weights_of"]
 
@@ -170,12 +170,11 @@ class Weights:
                     done.add(id(self._tensors[own]))
                     yield own, path, name
 
-    def load(self, placement: Placement) -> None:
-        """Read each tensor, to the device of its stage and the dtype of the module; a thread for each device."""
+    def load(self, device_of: Callable[[torch.Tensor], torch.device]) -> None:
+        """Read each tensor, to its device and the dtype of the module; a thread for each device."""
         of_devices: dict[torch.device, list[tuple[str, Path, str]]] = {}
         for each in self._places():
-            device = placement.devices[placement.stage_of(self._tensors[each[0]])]
-            of_devices.setdefault(device, []).append(each)
+            of_devices.setdefault(device_of(self._tensors[each[0]]), []).append(each)
         failed = threading.Event()
         with ThreadPoolExecutor(max(1, len(of_devices)), "mgpu weights") as pool:
             try:

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mgpu_core.step import graph_cache
-from mgpu_core.step.graph_cache import CudaRecorder
+from mgpu_core.devices import graphs
+from mgpu_core.devices.graphs import CudaRecorder
 
 GPU = torch.device("cuda", 0)
 
@@ -46,7 +46,7 @@ def calls(monkeypatch):
             raise RuntimeError("not recording to this pool")
         calls.append(f"end allocation {device} {pool}")
 
-    monkeypatch.setattr(graph_cache, "CaptureStream", lambda gpu: SimpleNamespace(stream=None))
+    monkeypatch.setattr(graphs, "CaptureStream", lambda gpu: SimpleNamespace(stream=None))
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(pools))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", calls.make)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty the cache"))

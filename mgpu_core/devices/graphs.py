@@ -1,0 +1,178 @@
+"""Recordings of CUDA graphs: one at a time in the process, and when one that has failed is tried again."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from contextlib import suppress
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any, TypeAlias
+
+import torch
+
+from mgpu_core.devices.streams import CaptureStream, on
+from mgpu_core.devices.time_limits import time_limit
+from mgpu_core.errors import Error
+
+__all__ = ["GRAPH_DEVICE", "CudaRecorder", "FailedRecordings", "Recording"]
+
+GRAPH_DEVICE = "cuda"
+
+SEEN = 64  # kinds of batches that are being counted
+ATTEMPTS = 3  # at recording a kind: what made one fail may be over
+RETRY_AFTER = 16  # calls of a kind between two attempts
+
+_Work: TypeAlias = Callable[[], list[torch.Tensor]]
+_NEW_LINE = "\n"
+_CAPTURE_HINT = (
+    "; besides a module that waits for the GPU (item(), print, a copy to the host), a loss that is kept with its graph "
+    "over the same parameters can be the cause, or a thread that waits for the whole device"
+)
+
+
+@dataclass(slots=True)
+class _Failure:
+    reason: str
+    attempts: int = 0
+    calls: int = 0  # since the last attempt
+
+
+class FailedRecordings:
+    """Kinds of calls that could not be recorded, and when each is tried again.
+
+    A cause may be over by the next attempt: another thread that waited for the device, a loss that was kept with its
+    graph, memory that was short.  After :data:`ATTEMPTS` attempts the kind is given up.
+    """
+
+    def __init__(self) -> None:
+        self._of: OrderedDict[Hashable, _Failure] = OrderedDict()
+
+    def why_not(self, key: Hashable) -> str | None:
+        """Count a call of a kind; return why it is not to be recorded, ``None`` if it may be."""
+        failure = self._of.get(key)
+        if failure is None:
+            return None
+        failure.calls += 1
+        is_due = failure.attempts < ATTEMPTS and failure.calls > RETRY_AFTER
+        return None if is_due else failure.reason
+
+    def add(self, key: Hashable, error: BaseException) -> str:
+        """Note that an attempt at a kind has failed; return the reason."""
+        cause = error.__cause__ or error  # a rank's own, not how it was told
+        first_line = str(cause).partition(_NEW_LINE)[0]
+        hint = _CAPTURE_HINT if "captur" in first_line.lower() else ""
+        reason = f"recording it failed ({type(cause).__name__}: {first_line}){hint}"
+        attempts = self._of[key].attempts if key in self._of else 0
+        self._of[key] = _Failure(reason, attempts + 1)
+        if len(self._of) > SEEN:
+            self._of.popitem(last=False)
+        return reason
+
+
+# CUDA allows one recording in a process at a time: whoever else comes, waits.
+_recording = Lock()
+
+
+class Recording:
+    """A CUDA graph, with the stream on which it was captured.
+
+    Attributes:
+        graph: the graph.
+    """
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, stream: CaptureStream) -> None:
+        self.graph, self._stream = graph, stream
+
+    def replay(self) -> None:
+        """Launch it on the current stream."""
+        self.graph.replay()
+
+    def __del__(self) -> None:
+        del self.graph  # before its stream is given back
+
+
+class _Pool:
+    """The memory of graphs of one device, and their stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.handle: Any = torch.cuda.graph_pool_handle()
+        self.stream = CaptureStream(device.index)
+
+
+class CudaRecorder:
+    """Records CUDA graphs; those of one device share a memory pool and a stream, since one is replayed at a time.
+
+    Nothing in a recording waits for the device, and other threads may use the GPUs meanwhile: their work is on other
+    streams, so that it is not recorded and does not invalidate the recording::
+
+        this thread      [waits for the lock] ─ begin ─ work() ─ end ─ replay ─ ...
+        capture stream                          [ recorded, not run ]
+        other threads    steps, requests, copies on their own streams; a recording of theirs waits for the lock
+    """
+
+    def __init__(self) -> None:
+        self._pools: dict[torch.device, _Pool] = {}
+
+    def record(self, device: torch.device, work: _Work) -> tuple[Recording, list[torch.Tensor]]:
+        """Return the graph of all that ``work`` launches on one device, and where its results will lie.
+
+        Raises:
+            Error: another recording did not end in time, or no stream is left.
+        """
+        seconds = time_limit()
+        if not _recording.acquire(timeout=seconds):
+            raise Error(f"another recording of a CUDA graph did not end within {seconds:g} s")
+        try:
+            if device not in self._pools:
+                self._pools[device] = _Pool(device)
+            pool = self._pools[device]
+            recording = Recording(torch.cuda.CUDAGraph(), pool.stream)
+            return recording, _captured(recording.graph, device, pool, work)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()  # the allocator gives back nothing while it serves a capture
+            raise
+        finally:
+            _recording.release()
+
+    def forget(self) -> None:
+        """Make new pools, with new streams, after a step could not be recorded: these may be in any state."""
+        self._pools.clear()
+
+
+def _captured(graph: torch.cuda.CUDAGraph, device: torch.device, pool: _Pool, work: _Work) -> list[torch.Tensor]:
+    """Record ``work``.
+
+    Not by ``torch.cuda.graph``, which waits for the whole device first: that would invalidate the captures of others.
+    """
+    with on(device, pool.stream.stream):
+        graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
+        try:
+            results = work()
+        except BaseException:
+            with suppress(RuntimeError):  # the error to tell is the one before
+                _end(graph, device, pool.handle)
+            raise
+        _end(graph, device, pool.handle)
+        return results
+
+
+def _end(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -> None:
+    """End a capture, and clean up after one that was invalidated, where torch does not.
+
+    Torch (2.11) asks CUDA for the end of a capture first, and where that is an error, its allocator goes on to serve
+    the graph's pool and never frees it, and its generator takes all random numbers for a graph's: dropout would fail
+    from then on.  The end of a capture that succeeds resets the generator.
+    """
+    try:
+        graph.capture_end()
+    except RuntimeError:
+        with suppress(RuntimeError):  # torch had done so itself
+            torch._C._cuda_endAllocateToPool(device.index, pool)
+            torch._C._cuda_releasePool(device.index, pool)
+        with suppress(RuntimeError):  # the error to tell is the one before
+            empty = torch.cuda.CUDAGraph()
+            empty.capture_begin(pool=torch.cuda.graph_pool_handle(), capture_error_mode="thread_local")
+            torch.zeros((), device=device)
+            empty.capture_end()
+        raise

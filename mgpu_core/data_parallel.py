@@ -15,12 +15,14 @@ from mgpu_core.devices.traces import is_symbolic, traced_call
 from mgpu_core.devices.transfer import module_to
 from mgpu_core.parallel import gather, parallel_apply, replicate, scatter_kwargs
 from mgpu_core.parallel.apply import apply_to
+from mgpu_core.parallel.first_calls import Call, FirstCalls
+from mgpu_core.parallel.first_calls.labels import LABELLED, OF_A_WRAPPER, Labels
+from mgpu_core.parallel.first_calls.lost import LostAttributes
+from mgpu_core.parallel.first_calls.originals import Originals
+from mgpu_core.parallel.first_calls.rows import RowsElsewhere, rows_of_part
+from mgpu_core.parallel.first_calls.shared import SharedObjects
 from mgpu_core.parallel.gather_outputs import padded
-from mgpu_core.parallel.label_watch import OF_A_WRAPPER, LabelWatch
-from mgpu_core.parallel.lost import Given, SharedState, given_attributes, lost_attributes, warn_lost
-from mgpu_core.parallel.originals import OriginalsWatch
 from mgpu_core.parallel.replicate_modules import loosen, replicate_tree
-from mgpu_core.parallel.rows_elsewhere import rows_of_part, warn_rows_elsewhere
 from mgpu_core.parallel.scatter_inputs import check_shares
 from mgpu_core.ranks.compiled import outside_the_compiler
 from mgpu_core.ranks.draws import Draws
@@ -33,11 +35,12 @@ from mgpu_core.support.null_context import NULL_CONTEXT
 from mgpu_core.trace import tracer
 from mgpu_core.trace.tracer import span, when_tracing
 from mgpu_core.trees.module_tree import ModuleTree, check_initialised, tensors_of
-from mgpu_core.trees.nested import tensors_in, unwrapped
+from mgpu_core.trees.nested import unwrapped
 
 __all__ = ["DataParallel", "data_parallel"]
 
 M = TypeVar("M", bound=Module)
+_WATCHED = 3  # first calls over several ranks
 
 
 class DataParallel(torch.nn.DataParallel[M]):
@@ -90,9 +93,13 @@ class DataParallel(torch.nn.DataParallel[M]):
         self._choice = WorkerChoice(workers, devices, rng)
         self._workers = self._choice.now
         self._draws = Draws(rng, type(module).__name__)
-        self._label_watch = LabelWatch(module, OF_A_WRAPPER) if len(devices) > 1 else None
-        self._forwards_to_watch = 3
-        self._changing: set[str] = set()  # names of shared objects that a forward has changed
+        self._first_calls = FirstCalls(
+            (LostAttributes(type(module).__name__), _WATCHED),
+            (SharedObjects(module), _WATCHED),
+            (Originals(module), _WATCHED),
+            (RowsElsewhere(dim), _WATCHED),
+            (Labels(module, OF_A_WRAPPER, of_outputs=True), LABELLED),
+        )
         self.device_ids: list[Any] = [as_id(device) for device in devices]
         self.output_device: Any = drop_in_output(output_device, self.device_ids)
         self._team: Team | None = Team.of(devices) if devices else None
@@ -173,18 +180,8 @@ class DataParallel(torch.nn.DataParallel[M]):
             replicas = replicate_tree(tree, team, not torch.is_grad_enabled())
         else:
             replicas = self.replicate(self.module, self.device_ids[: len(parts)])
-        given = given_attributes(replicas[0]) if self._forwards_to_watch > 0 else None
-        watch = OriginalsWatch(tree) if given is not None else None
-        shared_state = SharedState(self.module) if given is not None else None
         try:
-            outputs = self._run_replicas(tree, team, replicas, parts, kwargs_parts, watch, method)
-            if given is not None:
-                self._watch(given, watch, shared_state, len(parts))
-                rows = [rows_of_part(part, self.dim) for part in zip(parts, kwargs_parts, strict=False)]
-                if warn_rows_elsewhere(outputs, rows, self.dim):
-                    self._forwards_to_watch = 0
-            if self._label_watch is not None and method is None:
-                self._look_at_labels(self._label_watch, list(zip(parts, kwargs_parts, strict=False)), outputs)
+            outputs = self._run_replicas(tree, team, replicas, parts, kwargs_parts, method)
         finally:
             loosen(replicas)
         return self.gather(outputs if method is None else padded(outputs, self.dim, pad_value), self.output_device)
@@ -196,7 +193,6 @@ class DataParallel(torch.nn.DataParallel[M]):
         replicas: Sequence[M],
         parts: Any,
         kwargs_parts: Any,
-        watch: OriginalsWatch | None,
         method: str | None,
     ) -> list[Any]:
         """Call the replicas of a module that was just read, in the way that is faster for this size of batch."""
@@ -206,8 +202,14 @@ class DataParallel(torch.nn.DataParallel[M]):
         turns = tree.takes_turns and shares_generator(team)
         self._workers = "threads" if tree.ranks_meet else "caller" if turns else self._choice.now
         called: Sequence[Any] = replicas if method is None else [getattr(each, method) for each in replicas]
+        watched = None
+        if self._first_calls.go_on:
+            arguments = list(zip(parts, kwargs_parts, strict=False))
+            rows = [rows_of_part(each, self.dim) for each in arguments]
+            watched = Call(replicas, tree, called, [] if method else arguments, rows)
+            self._first_calls.begin(watched)
         if self._is_own("parallel_apply"):
-            called = called if watch is None else watch.around(called)
+            called = called if watched is None else watched.called
             self._draws.ranks_meet = tree.ranks_meet
             form = method, tree.modes, *map(type, parts[0]), *kwargs_parts[0]
             outputs = apply_to(team, called, parts, kwargs_parts, draws=self._draws, workers=self._workers, form=form)
@@ -215,29 +217,13 @@ class DataParallel(torch.nn.DataParallel[M]):
             outputs = self.parallel_apply(called, parts, kwargs_parts)
         if is_timed:
             self._choice.end(size)
+        if watched is not None:
+            self._first_calls.end(watched, outputs)
         return outputs
 
     def _is_own(self, name: str) -> bool:
         """Return whether a method is this class's: neither a subclass's nor put on the wrapper."""
         return name not in self.__dict__ and getattr(type(self), name) is getattr(DataParallel, name)
-
-    def _watch(self, given: Given, watch: OriginalsWatch | None, shared_state: SharedState | None, ranks: int) -> None:
-        """Look for lost attributes in the first forward passes; later ones pay nothing for it."""
-        self._forwards_to_watch -= 1
-        if shared_state is not None and shared_state.tell(ranks, self._changing):
-            self._forwards_to_watch = 0
-        if watch is not None and watch.tell():
-            self._forwards_to_watch = 0
-        if lost := lost_attributes(given):
-            self._forwards_to_watch = 0
-            warn_lost(type(self.module).__name__, lost)
-
-    def _look_at_labels(self, watch: LabelWatch, parts: list[Any], outputs: list[Any]) -> None:
-        """Warn of means over labels, of which ranks have other shares than of rows, in the first forward passes."""
-        rows = [rows_of_part(part, self.dim) for part in parts]
-        returns_number = any(not each.dim() for each in tensors_in(outputs[0]))
-        goes_on = returns_number and all(isinstance(each, int) for each in rows) and watch.look(parts, rows)
-        self._label_watch = watch if goes_on else None
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[DeviceLike]) -> Any:
         """Return one tuple of arguments and one dict of keyword arguments per rank."""

@@ -22,7 +22,8 @@ from typing import Any
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
-from mgpu_core.parallel.lost import SharedState, given_attributes, lost_attributes
+from mgpu_core.parallel.first_calls.lost import given_attributes, lost_attributes
+from mgpu_core.parallel.first_calls.shared import SharedObjects
 from mgpu_core.support.warnings import warn_user
 
 __all__ = ["CallsAtOnce"]
@@ -63,10 +64,11 @@ class CallsAtOnce:
             if not alone or self._one_at_a_time or sys.getprofile() is not None:
                 yield
                 return
-            given, shared = given_attributes(self._module), SharedState(self._module)
+            given, shared = given_attributes(self._module), SharedObjects(self._module)
+            marks = shared.now()
             with _watched(self._module) as found:
                 yield
-            self._learn(branch, {*found, *lost_attributes(given), *shared.changed()})
+            self._learn(branch, {*found, *lost_attributes(given), *shared.changed_since(marks)})
         finally:
             with self._changes:
                 self._running -= 1

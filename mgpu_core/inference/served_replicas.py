@@ -13,7 +13,9 @@ from mgpu_core.devices.graphs import CudaRecorder, FailedRecordings
 from mgpu_core.devices.transfer import module_to
 from mgpu_core.inference.calls_at_once import CallsAtOnce
 from mgpu_core.inference.requests import Request, form_of, key_of
-from mgpu_core.parallel.lost import Given, SharedState, given_attributes, lost_attributes
+from mgpu_core.parallel.first_calls import Call, FirstCalls
+from mgpu_core.parallel.first_calls.lost import LostAttributes
+from mgpu_core.parallel.first_calls.shared import SharedObjects
 from mgpu_core.support.null_context import NULL_CONTEXT
 from mgpu_core.support.warnings import warn_user
 from mgpu_core.trees.comparison import any_in_half
@@ -25,6 +27,12 @@ from mgpu_core.trees.nested import Tree, flatten, map_leaves
 
 __all__ = ["GraphedModule", "Replica", "replicas_of"]
 
+_WATCHED = 3  # first calls of a replica
+_KEPT_APART = "each device's copy keeps its own value, and an answer that reads it depends on the requests before"
+_SHARED = (
+    "all copies share it, and code that reads it finds what another request has left. Keep it in an attribute of the "
+    "module"
+)
 _KEPT = 16  # graphs of a replica; the one that was not used for the longest time goes first
 
 
@@ -51,9 +59,11 @@ class Replica:
         self.devices = {each.device for each in tensors_of(module)}
         self.is_half = any_in_half(module.parameters())
         self.is_compiled = any(vars(each).get("_compiled_call_impl") is not None for each in module.modules())
+        self._refusal = ""  # after a call that has written a parameter, which ranks of one device share
         self._tables = [table for each in module.modules() for table in (each._parameters, each._buffers) if len(table)]
-        self._calls_to_watch = 3 if at_once is None else 0
-        self._changed: set[str] = set()  # objects that hooks alone hold, and calls have changed
+        lost = LostAttributes(type(module).__name__, rank=0, consequence=_KEPT_APART)
+        of_hooks = SharedObjects(module, of_hooks=True, consequence=_SHARED)
+        self._first_calls = FirstCalls((lost, _WATCHED), (of_hooks, _WATCHED)) if at_once is None else FirstCalls()
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], request: Request, *, captured: bool) -> Any:
         """Return the outputs.
@@ -65,19 +75,19 @@ class Replica:
 
         Raises:
             RuntimeError: the module wrote or replaced a buffer or a parameter, so that answers would depend on the
-                requests before.
+                requests before; of a parameter also in later calls.
         """
+        if self._refusal:
+            raise RuntimeError(self._refusal)
         before = self._tensors()
         versions = [each._version for each in before]
-        watch = (
-            (given_attributes(self.module), SharedState(self.module, of_hooks=True)) if self._calls_to_watch else None
-        )
+        watched = self._first_calls.begin(Call([self.module])) if self._first_calls.go_on else None
         call: Callable[..., Any] = self._graphs if captured and self._graphs is not None else self._method
         with NULL_CONTEXT if self._at_once is None else self._at_once.call(request.branch):
             outputs = call(*args, **kwargs)
         self._check(before, versions)
-        if watch is not None:
-            self._watch(*watch)
+        if watched is not None:
+            self._first_calls.end(watched)
         return outputs
 
     def _tensors(self) -> list[torch.Tensor]:
@@ -91,26 +101,13 @@ class Replica:
         buffers, parameters = self.module.named_buffers(), self.module.named_parameters()
         named = [*(("buffer", *each) for each in buffers), *(("parameter", *each) for each in parameters)]
         kind, name = next(((kind, name) for kind, name, each in named if id(each) not in unchanged), ("buffers", "all"))
-        raise RuntimeError(
+        text = (
             f"the forward of {type(self.module).__name__} writes its {kind} {name!r} in eval mode: an answer would "
-            "depend on the requests before it, and on their device"
+            "depend on the requests before it, and on their device. If it does so in its first call alone, call the "
+            "module once in eval mode before the Predictor is made"
         )
-
-    def _watch(self, given: Given, of_hooks: SharedState) -> None:
-        """Warn of attributes that the first calls assign, and of objects that hooks change in two of them."""
-        self._calls_to_watch -= 1
-        if again := sorted(of_hooks.changed_again(self._changed)):
-            self._calls_to_watch = 0
-            warn_user(
-                f"calls of {type(self.module).__name__} change {', '.join(again)}, which all copies share: code that "
-                "reads it finds what another request has left. Keep it in an attribute of the module"
-            )
-        if lost := lost_attributes(given):
-            self._calls_to_watch = 0
-            warn_user(
-                f"the forward of {type(self.module).__name__} assigns {', '.join(lost[:5])}: each device's copy keeps "
-                "its own value, and an answer that reads it depends on the requests before"
-            )
+        self._refusal = text if kind == "parameter" else ""
+        raise RuntimeError(text)
 
 
 def replicas_of(

@@ -15,10 +15,11 @@ import torch
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
-from mgpu_core.parallel.lost import SharedState
+from mgpu_core.parallel.first_calls.shared import SharedObjects
 from mgpu_core.pipeline.visits import TABLES, Border, OwnForward, attributes_of
 from mgpu_core.trees.filled import Contents, FilledCopies, holds_tensor, is_fillable
 from mgpu_core.trees.layer_holders import leads_to, rewired
+from mgpu_core.trees.marks import changed
 from mgpu_core.trees.replica_hooks import have_hooks, own_hooks, users_hooks
 
 __all__ = ["Before", "LaneView"]
@@ -124,9 +125,6 @@ class Before:
     Args:
         root: the module.
         devices: whose random numbers count, beside the CPU's.
-
-    Attributes:
-        of_hooks: objects that hooks alone hold, and all micro-batches share.
     """
 
     def __init__(self, root: Module, devices: Sequence[torch.device]) -> None:
@@ -146,10 +144,16 @@ class Before:
             if is_fillable(value)
         ]
         self._hooks = [(table, dict(table)) for each in modules for table in map(vars(each).__getitem__, _HOOKS)]
-        self.of_hooks = SharedState(root, of_hooks=True)
+        self._of_hooks = SharedObjects(root, of_hooks=True)
+        self._marks = self._of_hooks.now()
         self._numbers = torch.get_rng_state()
         others = [each for each in dict.fromkeys(devices) if each.type != "cpu"]
         self._of_devices = [(each, torch.get_device_module(each).get_rng_state(each)) for each in others]
+
+    def changed_of_hooks(self) -> set[str]:
+        """Return which objects that hooks alone hold were changed since the last time; all micro-batches share them."""
+        before, self._marks = self._marks, self._of_hooks.now()
+        return set(changed(before, self._marks))
 
     def kept_of_a_batch(self, layers: Collection[int]) -> dict[int, set[str]]:
         """Return which modules keep something of a batch, by their ids, with the names of containers that were filled.

@@ -303,7 +303,7 @@ class Placement:
         found = before.kept_of_a_batch(self._shared)
         around = {id(each) for each in root.modules()} - self._inside
         self._from_outside = list(before.changed(around))  # this micro-batch itself has views of them
-        self._of_hooks = set(before.of_hooks.changed())
+        self._of_hooks = before.changed_of_hooks()
         is_new = any(owner not in self._own or names - self._own[owner] for owner, names in found.items())
         for owner, names in found.items():
             self._own[owner] = self._own.get(owner, set()) | names
@@ -366,7 +366,7 @@ class Placement:
         for keys, text in told:
             if names := named(keys):
                 warn_user(f"the forward of {type(root).__name__} assigns {names}: {text}")
-        if before is not None and (again := self._of_hooks.intersection(before.of_hooks.changed())):
+        if before is not None and (again := self._of_hooks.intersection(before.changed_of_hooks())):
             warn_user(f"the forward of {type(root).__name__} changes {', '.join(sorted(again))}: {_OF_HOOKS}")
 
     def check(self, root: Module) -> None:

@@ -12,9 +12,11 @@ import torch
 from torch.nn import Module
 from torch.nn.utils import parametrize
 
-from mgpu_core.parallel.lost import Given, SharedState, given_attributes, lost_attributes, text_of_lost, warn_lost
-from mgpu_core.parallel.originals import OriginalsWatch
-from mgpu_core.parallel.rows_elsewhere import warn_rows_elsewhere
+from mgpu_core.parallel.first_calls import Call, FirstCalls
+from mgpu_core.parallel.first_calls.lost import LostAttributes, text_of_lost
+from mgpu_core.parallel.first_calls.originals import Originals
+from mgpu_core.parallel.first_calls.rows import RowsElsewhere
+from mgpu_core.parallel.first_calls.shared import SharedObjects
 from mgpu_core.parallel.scatter_inputs import scatter_objects
 from mgpu_core.ranks.draws import Draws
 from mgpu_core.ranks.rank_clock import RankClock
@@ -45,6 +47,7 @@ __all__ = [
     "way_to_pass",
 ]
 
+_WATCHED = 2  # first calls
 LossFn = Callable[..., Any]
 _Call = Callable[[], Any]
 
@@ -118,8 +121,13 @@ class ForwardBackward:
         self._draws = Draws(rng, type(net.module).__name__)
         self._timed: Hashable = None  # the size of the batch whose call is timed
         self._ranks = len(replicas.team)
-        self._calls_to_watch = self._outputs_to_watch = 2
-        self._changing: set[str] = set()  # names of shared objects that a forward has changed
+        self._first_calls = FirstCalls()
+        if not net.is_static:
+            lost = LostAttributes(type(net.module).__name__, rank=1, kept_by=net.module)
+            shared = SharedObjects(net.module, used_by=self._alone)
+            self._first_calls = FirstCalls((lost, _WATCHED), (shared, _WATCHED), (Originals(net.module), _WATCHED))
+        self._first_outputs = FirstCalls((RowsElsewhere(options.dim), _WATCHED))
+        self._gathered_to_watch = _WATCHED
         self._run: Run | None = None  # the call that runs
         self._shares_generator = shares_generator(replicas.team)
         self._is_on_cpu = all(device.type == "cpu" for device in replicas.devices)
@@ -215,13 +223,13 @@ class ForwardBackward:
         if self.gathers:
             weighed = [sum(rows)]
             whole = RankPart((), {}, (inputs[-1],))
-            state = self.watch_loss(whole) if self._calls_to_watch else None
+            state = self.watch_loss(whole) if self._gathered_to_watch else None
             if window is not None:
                 seed([whole], window, weighed)
             loss, outputs = self._run_gathered(parts, rows, clocks, whole, backward=window is not None)
             losses, each = [loss], [outputs]
             if state is not None and state.side and len(parts) > 1:
-                self._calls_to_watch = 0
+                self._gathered_to_watch = 0
                 warn_user(warning_of_side(state, gathers=True))
         else:
             weighed = rows
@@ -304,9 +312,8 @@ class ForwardBackward:
         count = len(parts)
         modules, tree = self._net.of_ranks(count), self._net.tree
         workers = self.workers
-        given = self._given_to(modules[1]) if self._calls_to_watch and count > 1 else None
-        watch = OriginalsWatch(tree) if given is not None else None
-        called = modules if watch is None else watch.around(modules)
+        watched = Call(modules, tree, modules) if self._first_calls.go_on and count > 1 else None
+        called = modules if watched is None else self._first_calls.begin(watched).called
         calls: list[_Call] = []
         for rank, part in enumerate(parts):
             calls += (partial(work, called[rank], loss_fns[rank], rank, part),)
@@ -314,48 +321,29 @@ class ForwardBackward:
         if count == 1:  # failures are the module's own
             return [run.alone(calls[0])]
         versions = self._replicas.versions
-        shared = SharedState(self._net.module, used_by=self._alone) if given is not None else None
         self._draws.ranks_meet = tree.ranks_meet
         form = tree.modes, *map(type, parts[0].inputs), *parts[0].kwargs
         try:
             with NULL_CONTEXT if tracer.sink is None else span("apply"):
                 results = run.run(calls, draws=self._draws, workers=workers, form=form)
         except RuntimeError as error:
-            names = lost_attributes(given, kept_by=self._net.module) if given is not None else []
-            names += [] if shared is None else shared.changed()
+            names = [] if watched is None else self._first_calls.changed(watched)
             if "through the graph a second time" in str(error) and (names or workers == "threads"):
                 raise RuntimeError(f"a loss reads a tensor of another rank's forward: {text_of_lost(names)}") from error
             raise
         self._replicas.check_unwritten(versions)
-        if given is not None:
-            self._tell_lost(given, watch, shared)
+        if watched is not None:
+            self._first_calls.end(watched)
         if tree.has_holders or tree.is_compiled:
             self._net.let_go(modules)
         return results
-
-    def _given_to(self, replica: Module) -> Given | None:
-        """Return the attributes of a replica before its forward, in the first calls alone."""
-        if self._net.is_static:
-            return None
-        self._calls_to_watch -= 1
-        return given_attributes(replica)
-
-    def _tell_lost(self, given: Given, watch: OriginalsWatch | None, shared: SharedState | None) -> None:
-        """Warn once of attributes and objects that forwards change: attributes of all ranks but the first are lost."""
-        if shared is not None and shared.tell(self._ranks, self._changing):
-            self._calls_to_watch = 0
-        if watch is not None and watch.tell():
-            self._calls_to_watch = 0
-        if names := lost_attributes(given, kept_by=self._net.module):
-            self._calls_to_watch = 0
-            warn_lost(type(self._net.module).__name__, names, rank_0_keeps=True)
 
     def joined(self, outputs: list[Any], rows: Sequence[int]) -> Any:
         """Return the outputs of :meth:`run_apart` as one nest on the first device."""
         if self.gathers:
             return outputs[0]
-        if self._outputs_to_watch:
-            self._outputs_to_watch = 0 if warn_rows_elsewhere(outputs, rows, self._dim) else self._outputs_to_watch - 1
+        if self._first_outputs.go_on:
+            self._first_outputs.end(self._first_outputs.begin(Call((), rows=rows)), outputs)
         return gathered(outputs, rows, self._team.devices[0], self._dim)
 
     def stop(self, seconds: float) -> bool:

@@ -8,7 +8,8 @@ import torch
 
 from mgpu_core.devices.time_limits import time_limit
 from mgpu_core.errors import Error
-from mgpu_core.parallel.label_watch import OF_A_STEP, LabelWatch
+from mgpu_core.parallel.first_calls import Call, FirstCalls
+from mgpu_core.parallel.first_calls.labels import LABELLED, OF_A_STEP, Labels
 from mgpu_core.pipeline.module import Pipeline
 from mgpu_core.ranks.random import random_numbers_kept
 from mgpu_core.ranks.team import Team
@@ -68,7 +69,7 @@ class StepParts:
         device: the first one.
         calls: how many steps were begun.
         next_check: the call whose losses are compared with the loss of all rows; 0: none any more.
-        label_watch: looks at the labels of the first calls; ``None``: there is no need.
+        first_calls: those whose labels are looked at.
         refusal: the error with which a step is refused; ``None``: one can be made.
 
     Raises:
@@ -88,7 +89,8 @@ class StepParts:
         is_exact = options.loss_fn is None or LossWeights(options.loss_fn).are_exact
         self.calls, self.next_check = 0, int(has_parts and options.loss_on == "ranks" and not is_exact)
         is_mean = options.loss_fn is None and options.reduction == "mean"
-        self.label_watch = LabelWatch(options.module, OF_A_STEP) if has_parts and is_mean else None
+        labels = [(Labels(options.module, OF_A_STEP), LABELLED)] if has_parts and is_mean else []
+        self.first_calls = FirstCalls(*labels)
         self.refusal: tuple[type[Exception], str] | None = None
         self._is_closed = self._is_built = False
         self._build(steps=0)
@@ -177,9 +179,9 @@ class StepParts:
         The losses of several ranks are compared with the loss of their joined outputs in calls 1, 2, 4, 8 ...: a
         difference may come later.
         """
-        if self.label_watch is not None:
+        if self.first_calls.go_on:
             arguments = [(part.inputs, part.kwargs) for part in parts]
-            self.label_watch = self.label_watch if self.label_watch.look(arguments, rows) else None
+            self.first_calls.end(self.first_calls.begin(Call((), arguments=arguments, rows=rows)))
         if self.calls != self.next_check:
             return self.passes.run(window, parts, rows, inputs, keep_outputs)
         self.next_check *= 2

@@ -189,6 +189,6 @@ def test_a_dict_that_a_hook_fills_is_each_copys():
 
 def test_a_dict_that_hooks_of_all_copies_fill_is_told_of():
     x = torch.ones(1, 1, device=cpu(1)[0])
-    text = r"calls of Reads change kept of a hook on layers\.0, which all copies share"
+    text = r"the forward of Reads changes kept of a hook on layers\.0: all copies share it"
     with Predictor(Reads(of_module=False), cpu(1) * 2, max_batch=1, max_wait_ms=0) as predict, pytest.warns(match=text):
         list(predict.map([x] * 12))

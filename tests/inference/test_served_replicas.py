@@ -38,6 +38,35 @@ def test_a_module_that_writes_its_buffers_is_refused_and_the_predictor_goes_on()
             assert float(predict(one)) == 1
 
 
+class ScalesOnce(nn.Linear):
+    """Scales its weight in its first call in eval mode, as RWKV does."""
+
+    is_scaled = False
+
+    def forward(self, x):
+        if not self.is_scaled:
+            self.weight.data.mul_(2)
+            self.weight.mul_(1)
+            self.is_scaled = True
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_module_that_writes_a_parameter_once_answers_no_request(ranks):
+    """Ranks of one device share parameters: each would scale them."""
+    x = torch.ones(1, 3, device=cpu(1)[0])
+    net = ScalesOnce(3, 2, device=cpu(1)[0]).eval()
+    with Predictor(net, cpu(ranks), max_batch=4, max_wait_ms=20) as predict:
+        futures = [predict.submit(x) for _ in range(8)]
+        for each in futures:
+            with pytest.raises(RuntimeError, match="call the module once in eval mode before the Predictor is made"):
+                each.result(30)
+    with torch.no_grad():
+        wanted = net(x)
+    with Predictor(net, cpu(ranks)) as predict:
+        assert torch.equal(predict(x), wanted)
+
+
 class Past(nn.Module):
     """Keeps what it saw, in one of several ways."""
 

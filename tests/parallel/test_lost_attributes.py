@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import mgpu_core
-from mgpu_core.parallel.lost import given_attributes, lost_attributes
+from mgpu_core.parallel.first_calls.lost import given_attributes, lost_attributes
 
 
 class Counting(torch.nn.Module):

@@ -9,70 +9,71 @@ by the graph that the first forwards leave: that of a rank above 0 ends in copie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import torch
 from torch.nn import Module
 
+from mgpu_core.parallel.first_calls.calls import Call, Observer
 from mgpu_core.support.warnings import warn_user
-from mgpu_core.trees.module_tree import ModuleTree
 from mgpu_core.trees.nested import tensors_in
 from mgpu_core.trees.replica_hooks import hook_that_reaches
 
-__all__ = ["OriginalsWatch"]
+__all__ = ["Originals"]
 
 _COPIES = "_BroadcastBackward"  # autograd's node of the broadcast that has made the ranks' copies
 
 
-class OriginalsWatch:
-    """Watches one forward of all replicas.
+class Originals(Observer):
+    """Warns of a rank above 0 that uses a parameter of the module itself, and of a hook that reaches the module.
 
     Args:
-        tree: the module.
+        module: the module.
     """
 
-    def __init__(self, tree: ModuleTree) -> None:
-        self._module = tree.nodes[0].module
+    def __init__(self, module: Module) -> None:
+        self._module = module
+
+    def begin(self, call: Call) -> None:
+        tree = call.tree
+        if isinstance(call.called[-1], Module):
+            self._look_at_hooks(call.called[-1], tree.indices.keys())
         # Where ranks meet, the graph of each goes on in those of the others: nothing can be told from it.
-        self._ids = frozenset() if tree.ranks_meet else frozenset(map(id, tree.parameters))
-        self._modules = tree.indices.keys()
-        self._used: set[int] = set()
+        own = frozenset() if tree.ranks_meet else frozenset(map(id, tree.parameters))
+        used = call.kept[self] = set()
+        # Rank 0 may have parameters of the module itself.
+        call.called = [*call.called[:1], *(partial(_watched, each, own, used) for each in call.called[1:])]
 
-    def around(self, replicas: Sequence[Callable[..., Any]]) -> list[Callable[..., Any]]:
-        """Return what to call in place of the replicas; rank 0 may have parameters of the module itself.
-
-        Warn of a hook that reaches the module itself.
-        """
-        name = hook_that_reaches(replicas[-1], self._modules) if isinstance(replicas[-1], Module) else None
+    def _look_at_hooks(self, replica: Module, modules: Collection[int]) -> None:
+        name = hook_that_reaches(replica, modules)
         if name is not None:
             warn_user(
                 f"a hook on {name} of {type(self._module).__name__} reaches the module itself, by an object or a "
                 "container: with several ranks it reads and writes that one's attributes, and the forward of each rank "
                 "its own. Make it a method of the module, or a function that names the module: those are each rank's"
             )
-        return [*replicas[:1], *map(self._watched, replicas[1:])]
 
-    def _watched(self, replica: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            outputs = replica(*args, **kwargs)
-            self._used |= self._ids.intersection(map(id, _parameters_between((args, kwargs), outputs)))
-            return outputs
+    def end(self, call: Call) -> bool:
+        used = call.kept[self]
+        if used:
+            name = next(name for name, each in Module.named_parameters(self._module) if id(each) in used)
+            warn_user(
+                f"a replica of {type(self._module).__name__} computes with {name} of the module itself: a closure, a "
+                "weak reference or a helper object holds the module or one of its layers. Ranks share that layer, so "
+                "its buffers are written once per rank, and on several devices the operation fails. Reach layers by "
+                "attributes of the module (lists, dicts, partials and bound methods of layers are made again for each "
+                "replica)"
+            )
+        return bool(used)
 
-        return call
 
-    def tell(self) -> bool:
-        """Warn if a rank above 0 has used a parameter of the module itself; return whether one has."""
-        if not self._used:
-            return False
-        name = next(name for name, each in Module.named_parameters(self._module) if id(each) in self._used)
-        warn_user(
-            f"a replica of {type(self._module).__name__} computes with {name} of the module itself: a closure, a weak "
-            "reference or a helper object holds the module or one of its layers. Ranks share that layer, so its "
-            "buffers are written once per rank, and on several devices the operation fails. Reach layers by attributes "
-            "of the module (lists, dicts, partials and bound methods of layers are made again for each replica)"
-        )
-        return True
+def _watched(called: Callable[..., Any], own: Collection[int], used: set[int], *args: Any, **kwargs: Any) -> Any:
+    """Call a replica, and note which parameters of the module itself it has used."""
+    outputs = called(*args, **kwargs)
+    used.update({id(each) for each in _parameters_between((args, kwargs), outputs)}.intersection(own))
+    return outputs
 
 
 def _parameters_between(inputs: Any, outputs: Any) -> list[torch.Tensor]:

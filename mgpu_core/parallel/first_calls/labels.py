@@ -8,19 +8,20 @@ off by 139 %), but the counts do, and need no forward.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch.nn import Module
 
+from mgpu_core.parallel.first_calls.calls import Arguments, Call, Observer
 from mgpu_core.support.warnings import warn_user
+from mgpu_core.trees.nested import tensors_in
 
-__all__ = ["OF_A_STEP", "OF_A_WRAPPER", "LabelWatch", "count_labels", "loss_function_of", "shifts_labels"]
+__all__ = ["LABELLED", "OF_A_STEP", "OF_A_WRAPPER", "Labels", "count_labels", "loss_function_of", "shifts_labels"]
 
-Arguments: TypeAlias = tuple[Sequence[Any], Mapping[str, Any]]
-
-_CALLS = 8  # that are looked at: on an accelerator the host waits for the counts
+LABELLED = 8
+"""Calls whose labels are looked at: on an accelerator the host waits for the counts."""
 _IGNORED = -100
 
 
@@ -78,38 +79,37 @@ OF_A_WRAPPER = (
 )
 
 
-class LabelWatch:
-    """Warns once where the ranks' shares of labels are not their shares of rows, in the first calls.
+class Labels(Observer):
+    """Warns where the ranks' shares of labels are not their shares of rows.
 
     Args:
         net: the module, which returns a mean.
         advice: the end of the warning.
+        of_outputs: a mean is a number that the module returns; otherwise all outputs are means.
     """
 
-    def __init__(self, net: Module, advice: str) -> None:
-        self._net, self._left, self._advice = net, _CALLS, advice
+    def __init__(self, net: Module, advice: str, *, of_outputs: bool = False) -> None:
+        self._net, self._advice, self._of_outputs = net, advice, of_outputs
         self._names = _names_of(net)
 
-    def look(self, parts: Sequence[Arguments], rows: Sequence[int]) -> bool:
-        """Look at the labels of a call: arguments, and rows, per rank; return whether to look at the next one's."""
-        if len(parts) > 1:
-            self._left -= 1
-            self._compare(parts, rows)
-        return self._left > 0
-
-    def _compare(self, parts: Sequence[Arguments], rows: Sequence[int]) -> None:
-        shifts = shifts_labels(self._net)
-        found = [count_labels(self._arguments_of(part), shifts=shifts) for part in parts]
+    def end(self, call: Call) -> bool:
+        if not call.arguments:  # of a method, or hidden
+            return False
+        if self._of_outputs and all(each.dim() for each in tensors_in(call.outputs[0])):
+            return True
+        shifts, rows = shifts_labels(self._net), call.rows
+        found = [count_labels(self._arguments_of(each), shifts=shifts) for each in call.arguments]
         counts = [int(each) for each in found if each is not None]
-        if len(counts) < len(parts):
-            return
+        if len(counts) < len(found) or len(counts) < 2:
+            return False
         shares = [(count * sum(rows), each * sum(counts)) for count, each in zip(counts, rows, strict=True)]
-        if any(one != other for one, other in shares):
-            self._left = 0
-            warn_user(
-                f"the ranks have {', '.join(map(str, counts))} labels other than -100 in {', '.join(map(str, rows))} "
-                f"rows: {self._advice}"
-            )
+        if all(one == other for one, other in shares):
+            return False
+        warn_user(
+            f"the ranks have {', '.join(map(str, counts))} labels other than -100 in {', '.join(map(str, rows))} "
+            f"rows: {self._advice}"
+        )
+        return True
 
     def _arguments_of(self, part: Arguments) -> Mapping[str, Any]:
         """Return the arguments with their names, or the first dict, where a module takes one."""

@@ -171,14 +171,14 @@ def weight_of(
 ) -> Weight | None:
     """Return the divisor of ``cross_entropy`` or ``nll_loss``; ``None`` where that is a number of rows, or nothing.
 
-    For ``result``, on an accelerator, torch has computed it: it keeps it for the backward.
+    For ``result`` torch has computed it: it keeps it for the backward.
     """
     if reduction != "mean" or type(target) is not torch.Tensor or target.dtype.is_floating_point:
         return None
-    if result is not None and not target.is_cpu and type(result.grad_fn).__name__ in _KEEPS_WEIGHT:
+    if result is not None and type(result.grad_fn).__name__ in _KEEPS_WEIGHT:
         found: torch.Tensor = result.grad_fn._saved_total_weight  # type: ignore[union-attr]
         if found.dtype in (torch.float32, torch.float64):  # half precision cannot count
-            return found
+            return found.item() if found.is_cpu else found
     kept = target.ne(ignore_index)
     if weight is not None:
         kept = weight.detach()[target.masked_fill(~kept, 0)] * kept

@@ -13,9 +13,8 @@ from torch import nn
 from torch.optim import SGD
 
 from mgpu_core import TrainStep, comm, convert_sync_batchnorm, parallel_apply, replicate
-from mgpu_core.comm import autograd, dispatch
+from mgpu_core.comm import autograd, collectives, dispatch
 from mgpu_core.devices import streams
-from mgpu_core.tensor_parallel import collectives
 
 DEVICES = ["fake:0", "fake:1"]
 

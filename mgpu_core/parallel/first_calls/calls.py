@@ -56,15 +56,14 @@ class FirstCalls:
 
     Args:
         observers: each with the number of calls that it looks at.
+
+    Attributes:
+        go_on: the next call is looked at.
     """
 
     def __init__(self, *observers: tuple[Observer, int]) -> None:
         self._observers, self._calls = list(observers), 0
-
-    @property
-    def go_on(self) -> bool:
-        """Return whether the next call is looked at."""
-        return bool(self._observers)
+        self.go_on = bool(observers)
 
     def begin(self, call: Call) -> Call:
         """Count a call, and look at it before it runs; return it."""
@@ -78,6 +77,7 @@ class FirstCalls:
         call.outputs = outputs
         told = {observer for observer, _ in self._observers if observer.end(call)}
         self._observers = [each for each in self._observers if each[0] not in told and each[1] > self._calls]
+        self.go_on = bool(self._observers)
 
     def changed(self, call: Call) -> list[str]:
         """Return the names of what a call that failed has changed so far."""

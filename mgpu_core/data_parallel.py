@@ -22,7 +22,7 @@ from mgpu_core.parallel.first_calls.originals import Originals
 from mgpu_core.parallel.first_calls.rows import RowsElsewhere, rows_of_part
 from mgpu_core.parallel.first_calls.shared import SharedObjects
 from mgpu_core.parallel.gather_outputs import padded
-from mgpu_core.parallel.replicate_modules import loosen, replicate_tree
+from mgpu_core.parallel.replicate_modules import replicate_tree
 from mgpu_core.parallel.scatter_inputs import check_shares
 from mgpu_core.ranks.compiled import outside_the_compiler
 from mgpu_core.ranks.draws import Draws
@@ -36,6 +36,7 @@ from mgpu_core.trace import tracer
 from mgpu_core.trace.tracer import span, when_tracing
 from mgpu_core.trees.module_tree import ModuleTree, check_initialised, tensors_of
 from mgpu_core.trees.nested import unwrapped
+from mgpu_core.trees.views import loosen
 
 __all__ = ["DataParallel", "data_parallel"]
 

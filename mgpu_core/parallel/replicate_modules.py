@@ -7,9 +7,7 @@ is walked once, not once per rank, and ordinary modules are copied by their dict
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
-from types import MethodType
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -25,18 +23,13 @@ from mgpu_core.ranks.team import Team
 from mgpu_core.support.null_context import NULL_CONTEXT
 from mgpu_core.trace import tracer
 from mgpu_core.trace.tracer import span, when_tracing
-from mgpu_core.trees import replica_hooks
-from mgpu_core.trees.layer_holders import rewired
-from mgpu_core.trees.module_tree import ModuleNode, ModuleTree, check_initialised
-from mgpu_core.trees.replica_hooks import DICTIONARIES, NO_HOOKS, WeakMethod, have_hooks, own_hooks, weakened
-from mgpu_core.trees.replica_parameters import as_parameters, follow_attributes
+from mgpu_core.trees.module_tree import ModuleTree, check_initialised
+from mgpu_core.trees.replica_parameters import follow_attributes
+from mgpu_core.trees.views import build_replicas
 
-__all__ = ["build_replica", "compiled_by_rank", "loosen", "plain_copies", "replicate", "replicate_tree"]
+__all__ = ["compiled_by_rank", "plain_copies", "replicate", "replicate_tree"]
 
 M = TypeVar("M", bound=Module)
-
-_COMPILED = "_compiled_call_impl"  # what a module's call runs instead of its forward, if it is there
-_REWIRED = "_replica_holders"  # of a replica: which attributes of its modules were made again, as (module, name)
 
 
 def replicate(network: M, devices: Sequence[DeviceLike], detach: bool = False) -> list[M]:
@@ -74,7 +67,7 @@ def replicate_tree(tree: ModuleTree, team: Team, detach: bool) -> list[Any]:
         tensors, split = tree.tensors, len(tree.parameters)
         copies = _copy_tensors(tensors, team, detach)
         follow_attributes(tensors, copies)
-        return [build_replica(tree, copies[rank][:split], copies[rank][split:], calls[rank]) for rank in team.ranks]
+        return build_replicas(tree, [(row[:split], row[split:]) for row in copies], calls)
 
 
 @when_tracing
@@ -128,121 +121,3 @@ def compiled_by_rank(tree: ModuleTree, ranks: int) -> list[list[tuple[int, Any]]
         if node.compiled is not None
     ]
     return [[(index, calls[rank]) for index, calls in found] for rank in range(ranks)]
-
-
-def build_replica(
-    tree: ModuleTree,
-    parameters: Sequence[torch.Tensor],
-    buffers: Sequence[torch.Tensor] | None,
-    compiled: Sequence[tuple[int, Any]],
-    *,
-    leaves: bool = False,
-) -> Any:
-    """Return a rank's replica of the tree's network: copies of all modules, wired to each other and to its tensors.
-
-    Args:
-        tree: the network as it is now.
-        parameters, buffers: of the rank, in the tree's order; ``None``: the modules' own tables of buffers.
-        compiled: for each compiled module the index of its node, and the callable of its replica.
-        leaves: the parameters are ``nn.Parameter``; otherwise they are made :class:`ReplicaParameter`.
-    """
-    if not replica_hooks.are_apart:
-        replica_hooks.keep_hooks_apart()
-    new, assign = object.__new__, object.__setattr__
-    replicas = [
-        new(type(node.module)) if node.kind.is_ordinary else node.module._replicate_for_data_parallel()
-        for node in tree.nodes
-    ]
-    held: list[tuple[Module, str]] = []
-    hooked: list[tuple[ModuleNode, Any]] = []
-    for node, replica in zip(tree.nodes, replicas, strict=True):
-        if node.kind.is_ordinary:
-            # Past Module.__setattr__, which would find out for each value what it is.
-            assign(replica, "__dict__", _attributes(node, replicas, parameters, buffers))
-        else:
-            _wire_by_setattr(node, replica, replicas, parameters, tree.buffers if buffers is None else buffers, leaves)
-        if replica_hooks.SHARES_HOOKS not in replica.__dict__:
-            hooked += ((node, replica),)
-    if not leaves:
-        as_parameters(tree.parameters, parameters)
-    if tree.has_holders or hooked:
-        made = {key: replicas[index] for key, index in tree.indices.items()}
-        for node, replica in hooked:
-            replica.__dict__.update(own_hooks(node.module.__dict__, made))
-            held += [(replica, name) for name in DICTIONARIES]
-        for node, replica in zip(tree.nodes, replicas, strict=True):
-            for name in node.holders:
-                replica.__dict__[name] = rewired(node.module.__dict__[name], made)
-                held.append((replica, name))
-    for index, function in compiled:
-        replicas[index].__dict__[_COMPILED] = MethodType(function, replicas[index])
-        held.append((replicas[index], _COMPILED))
-    if held:
-        replicas[0].__dict__[_REWIRED] = held
-    return replicas[0]
-
-
-def _attributes(
-    node: ModuleNode,
-    replicas: list[Any],
-    parameters: Sequence[torch.Tensor],
-    buffers: Sequence[torch.Tensor] | None,
-) -> dict[str, Any]:
-    """Return a replica's ``__dict__``: its tensors and modules are its own, other attributes are the module's."""
-    original = node.module.__dict__
-    own: dict[str, Any] = dict.fromkeys(node.absent) if node.absent else {}
-    attributes = {**original, "_is_replica": True, "_former_parameters": own, "_parameters": own}
-    # Written out: a call per module and rank would cost more than it does.
-    has_hooks = original["_forward_hooks"] or original["_forward_pre_hooks"]
-    if not (has_hooks or original["_backward_hooks"] or original["_backward_pre_hooks"]):
-        attributes |= NO_HOOKS
-    for name, index in node.parameters:
-        own[name] = parameters[index]
-    if buffers is not None:
-        below = attributes["_buffers"] = {**original["_buffers"]}
-        for name, index in node.buffers:
-            below[name] = buffers[index]
-    below = attributes["_modules"] = {**original["_modules"]}
-    for name, index in node.children:
-        below[name] = replicas[index]
-    return attributes
-
-
-def loosen(replicas: Iterable[Module]) -> None:
-    """End the cycles of replicas that keep methods of their own, so that they are freed when their graph is.
-
-    A bound method in an attribute holds its module, which holds the attribute: the copies of all parameters would stay
-    until the garbage collector comes.  After the forward such an attribute holds its module weakly; code that took the
-    method itself (a checkpoint that runs it again in backward) still has the real one.
-    """
-    for replica in replicas:
-        for module, name in replica.__dict__.pop(_REWIRED, ()):
-            value = module.__dict__.get(name)
-            if type(value) is MethodType:
-                module.__dict__[name] = WeakMethod(value)
-            elif name in DICTIONARIES and value:
-                module.__dict__[name] = OrderedDict((key, weakened(hook)) for key, hook in value.items())
-
-
-def _wire_by_setattr(
-    node: ModuleNode,
-    replica: Any,
-    replicas: list[Any],
-    parameters: Sequence[torch.Tensor],
-    buffers: Sequence[torch.Tensor],
-    leaves: bool,
-) -> None:
-    """Wire a module that has a say in it: RNNs keep a second list of their weights, ScriptModules live in C++."""
-    replica._former_parameters = {}  # torch's name for a replica's parameters
-    if "_forward_hooks" in replica.__dict__ and not have_hooks(replica.__dict__):  # a ScriptModule keeps its own in C++
-        replica.__dict__.update(NO_HOOKS)
-    for name, index in node.children:
-        setattr(replica, name, replicas[index])
-    for name, index in node.parameters:
-        setattr(replica, name, parameters[index])
-        if not (leaves or node.kind.is_script):  # no leaf can be registered by assignment
-            replica._parameters[name] = replica.__dict__.pop(name)
-    for name, index in node.buffers:
-        setattr(replica, name, buffers[index])
-    for name in node.absent:
-        replica._parameters[name] = None

@@ -29,7 +29,7 @@ from torch.nn import Module
 from mgpu_core.devices.streams import caller_streams, on, on_all
 from mgpu_core.devices.time_limits import time_limit
 from mgpu_core.devices.transfer import hand_over
-from mgpu_core.pipeline.attributes import Before, LaneView
+from mgpu_core.pipeline.before import Before
 from mgpu_core.pipeline.borders import Crossing
 from mgpu_core.pipeline.placement import Called, Placement
 from mgpu_core.pipeline.schedules import BACKWARD, FORWARD, Action
@@ -43,6 +43,7 @@ from mgpu_core.trace.events import Schedule
 from mgpu_core.trace.tracer import emit, is_tracing, span, when_tracing
 from mgpu_core.trees.filled import Contents, Undo, exchanged_back, map_in_place
 from mgpu_core.trees.nested import map_leaves
+from mgpu_core.trees.views import ModuleView
 
 __all__ = ["LastStage", "PipelineRun", "workers_of"]
 
@@ -142,7 +143,7 @@ class PipelineRun:
         self.replicas: dict[tuple[str, int], Module] = {}
         self._root, self._arguments, self._actions, self._restart = root, arguments, actions, restart
         self._run: Run | None = None
-        self._views: dict[int, LaneView] = {}  # of the micro-batches
+        self._views: dict[int, ModuleView] = {}  # of the micro-batches
         self._before: Before
 
     def run(self, *, draws: Draws, in_caller: bool = False) -> None:

@@ -12,14 +12,15 @@ from torch._C import _current_graph_task_id
 from torch.nn import Module
 
 from mgpu_core.devices.devices import DeviceLike, as_devices
-from mgpu_core.pipeline.attributes import Before
 from mgpu_core.pipeline.balance import cut_layers, measured_layers
+from mgpu_core.pipeline.before import Before
 from mgpu_core.pipeline.placement import MOVES, Called, Placement, Split
-from mgpu_core.pipeline.visits import OwnForward, Visit, visit_of
+from mgpu_core.pipeline.visits import Visit, visit_of
 from mgpu_core.trees.filled import Contents
 from mgpu_core.trees.module_tree import tensors_of
 from mgpu_core.trees.moves import refuse_moves
 from mgpu_core.trees.nested import tensors_in
+from mgpu_core.trees.views import OwnForward
 from mgpu_core.trees.weights import weights_of
 
 __all__ = ["PlacedCall", "PlacedForward", "is_placed", "place", "placed"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, pairwise
 from math import inf
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ import torch
 from torch.nn import Module, Sequential
 
 from mgpu_core.devices.transfer import to_device
-from mgpu_core.pipeline.attributes import Before, LaneView, is_note
+from mgpu_core.pipeline.before import Before
 from mgpu_core.pipeline.layers import (
     Layers,
     checked_shares,
@@ -30,6 +30,7 @@ from mgpu_core.support.warnings import warn_user
 from mgpu_core.trees.module_tree import check_initialised, modules_of, named_parameters_of, tensors_of
 from mgpu_core.trees.moves import give_memory, is_spread
 from mgpu_core.trees.nested import tensors_in
+from mgpu_core.trees.views import ModuleView, is_note
 
 __all__ = ["MOVES", "Called", "Placement", "Split"]
 
@@ -290,13 +291,9 @@ class Placement:
             Border(self, name, layer, part, after if is_last else None, is_wrapped=is_wrapped)
         self._contents, self.is_active = _contents_of(root), True
 
-    def view(self, root: Module) -> LaneView:
+    def view(self, root: Module) -> ModuleView:
         """Return a view of the module for one micro-batch."""
-        return LaneView(root, self._shared, self._own)
-
-    def view_of_layer(self, layer: Module, shared: Container[int]) -> LaneView:
-        """Return a view of a layer; modules with these ids are in it themselves."""
-        return LaneView(layer, shared, {})
+        return ModuleView(root, self._shared, self._own)
 
     def learn_kept(self, root: Module, before: Before) -> bool:
         """Note which modules keep something of a batch; return whether there are others than were known."""
@@ -316,7 +313,7 @@ class Placement:
         self._inside = set().union(*parts)
         self._shared = set().union(*(each for each in parts if not each & self._own.keys()))
 
-    def keep_attributes(self, root: Module, views: Mapping[int, LaneView], before: Before | None = None) -> None:
+    def keep_attributes(self, root: Module, views: Mapping[int, ModuleView], before: Before | None = None) -> None:
         """Let the module have the notes of its micro-batches, and the containers that they have filled.
 
         Warns once of attributes that are not as on one device.
@@ -342,7 +339,7 @@ class Placement:
         }
 
     def _warn_of_attributes(
-        self, root: Module, views: Mapping[int, LaneView], noted: set[tuple[int, str]], before: Before | None
+        self, root: Module, views: Mapping[int, ModuleView], noted: set[tuple[int, str]], before: Before | None
     ) -> None:
         paths = {id(each): path for path, each in root.named_modules()}
 

@@ -14,14 +14,11 @@ again in a backward (a checkpoint), has a call of its own.
 
 from __future__ import annotations
 
-import copy
 import threading
-import weakref
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import chain
-from types import MethodType
 from typing import Any, Protocol
 
 import torch
@@ -32,7 +29,6 @@ from torch.utils.checkpoint import checkpoint
 
 from mgpu_core.devices.streams import reach_each_other
 from mgpu_core.devices.transfer import copied_so_far, hand_over
-from mgpu_core.parallel.replicate_modules import build_replica
 from mgpu_core.pipeline.borders import send
 from mgpu_core.pipeline.deferred import recomputing
 from mgpu_core.pipeline.parameter_copies import ParameterCopies
@@ -41,12 +37,10 @@ from mgpu_core.support.null_context import NULL_CONTEXT
 from mgpu_core.trees.filled import FilledCopies, Undo, exchanged_back, map_in_place
 from mgpu_core.trees.module_tree import ModuleTree, modules_of
 from mgpu_core.trees.nested import map_leaves
+from mgpu_core.trees.views import ModuleView, OwnForward, attributes_of, build_replicas
 
 __all__ = [
-    "TABLES",
-    "attributes_of",
     "Border",
-    "OwnForward",
     "Places",
     "Visit",
     "is_in_place",
@@ -54,28 +48,6 @@ __all__ = [
     "tensors_among",
     "visit_of",
 ]
-
-
-TABLES = {
-    *(name for name, value in vars(Module()).items() if isinstance(value, dict | set)),
-    "_compiled_call_impl",
-}
-"""The attributes of a module that are torch's own: its tensors, children and hooks."""
-
-
-def attributes_of(module: Module) -> dict[str, Any]:
-    """Return the attributes of a module but for torch's own, and a forward that stands in for its own."""
-    found = vars(module).items()
-    return {name: value for name, value in found if name not in TABLES and not isinstance(value, OwnForward)}
-
-
-class LayerView(Protocol):
-    """A layer as one call sees it."""
-
-    root: Module
-
-    def keep(self, layers: Container[int]) -> None:
-        """Let modules with these ids have the attributes that the call has assigned."""
 
 
 class Places(Protocol):
@@ -102,9 +74,6 @@ class Places(Protocol):
 
     def stage_of(self, tensor: torch.Tensor, default: int = 0) -> int:
         """Return the stage that a parameter or buffer is at home in; of others the default."""
-
-    def view_of_layer(self, layer: Module, shared: Container[int]) -> LayerView:
-        """Return a view of a layer; modules with these ids are in it themselves."""
 
 
 class Visit:
@@ -219,7 +188,7 @@ class Visit:
 
         It is of a view of the layer, which this call alone has: calls of other threads do not see the copies.
         """
-        view = self.places.view_of_layer(layer, border.without_foreign(layer))
+        view = ModuleView(layer, border.without_foreign(layer))
         for owner, name in border.foreign(view.root):
             parameter = owner._parameters[name]
             assert parameter is not None
@@ -268,7 +237,8 @@ class Visit:
         tree = ModuleTree(layer)
         with torch.no_grad():
             buffers = [self.bring(each) for each in tree.buffers]
-        replica: Module = build_replica(tree, list(map(self.bring_parameter, tree.parameters)), buffers, ())
+        parameters = list(map(self.bring_parameter, tree.parameters))
+        replica: Module = build_replicas(tree, [(parameters, buffers)], [()])[0]
         replica.__dict__.pop("forward", None)
         return replica
 
@@ -534,51 +504,6 @@ def remove_borders(root: Module) -> None:
         for hook in list(each._forward_pre_hooks.values()):
             if isinstance(border := getattr(hook, "__self__", None), Border):
                 border.remove()
-
-
-class OwnForward:
-    """Stands in for the forward of a module, which it holds weakly; copies and pickles go along with the module's."""
-
-    is_of_view = False
-
-    def __init__(self, module: Module) -> None:
-        self._module, self._own = weakref.ref(module), module.__dict__.get("forward")
-        module.__dict__["forward"] = self
-
-    @property
-    def module(self) -> Module:
-        """The module."""
-        module = self._module()
-        assert module is not None, "the module holds this object"
-        return module
-
-    @property
-    def __wrapped__(self) -> Callable[..., Any]:
-        """The module's own forward."""
-        own: Callable[..., Any] = self._own or MethodType(type(self.module).forward, self.module)
-        return own
-
-    def of(self, view: Module) -> OwnForward:
-        """Return such an object for a view of the module."""
-        made = copy.copy(self)
-        made._module, made.is_of_view = weakref.ref(view), True
-        if isinstance(self._own, MethodType) and self._own.__self__ is self.module:
-            made._own = MethodType(self._own.__func__, view)
-        return made
-
-    def remove(self) -> None:
-        """Give the module its own forward back, unless it was given another one since."""
-        if self.module.__dict__.get("forward") is not self:
-            return
-        del self.module.__dict__["forward"]
-        if self._own is not None:
-            self.module.__dict__["forward"] = self._own
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_module": self._module()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _module=weakref.ref(state["_module"]))
 
 
 class LayerForward(OwnForward):

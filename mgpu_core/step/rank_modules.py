@@ -9,11 +9,12 @@ import torch
 from torch.nn import Module, Parameter
 
 from mgpu_core.comm import dispatch
-from mgpu_core.parallel.replicate_modules import build_replica, compiled_by_rank, loosen, plain_copies
+from mgpu_core.parallel.replicate_modules import compiled_by_rank, plain_copies
 from mgpu_core.ranks.team import Team
 from mgpu_core.trace.tracer import span
 from mgpu_core.trees.module_tree import ModuleTree
 from mgpu_core.trees.replica_parameters import follow_attributes
+from mgpu_core.trees.views import build_replica, loosen
 
 __all__ = ["RankModules"]
 

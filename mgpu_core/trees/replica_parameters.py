@@ -80,12 +80,13 @@ class _Attach(torch.autograd.Function):
 _classes: dict[type, type] = {Parameter: ReplicaParameter}
 
 
-def as_parameters(originals: Sequence[Parameter], copies: Iterable[torch.Tensor]) -> None:
-    """Make plain tensors instances of :class:`ReplicaParameter`, and of their originals' own class of parameters."""
-    for original, copy in zip(originals, copies, strict=True):
-        if type(copy) is torch.Tensor:
-            kind = type(original)
-            copy.__class__ = _classes[kind] if kind in _classes else _class_for(kind)
+def as_parameters(originals: Sequence[Parameter], rows: Iterable[Sequence[torch.Tensor]]) -> None:
+    """Make the plain tensors of ranks :class:`ReplicaParameter`, and of their originals' own class of parameters."""
+    for row in rows:
+        for original, copy in zip(originals, row, strict=True):
+            if type(copy) is torch.Tensor:
+                kind = type(original)
+                copy.__class__ = _classes[kind] if kind in _classes else _class_for(kind)
 
 
 def _class_for(kind: type) -> type:

@@ -1,122 +1,24 @@
-"""Attributes of modules in a pipeline: each micro-batch has its own, and notes of work that is done once are kept.
-
-A *note* is an attribute that holds nothing of a batch: a number, a text, the handle of a hook, a function.  A module
-that changes its layers once, and notes that on itself (``if not self.is_ready: ...``), finds the note in later calls.
-"""
+"""What a module holds before a call: attributes, hooks, containers and buffers, to compare with and to go back to."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
-from enum import Enum
-from types import FunctionType, MethodType
+from collections.abc import Collection, Container, Sequence
 from typing import Any
 
 import torch
 from torch.nn import Module
-from torch.utils.hooks import RemovableHandle
 
 from mgpu_core.parallel.first_calls.shared import SharedObjects
-from mgpu_core.pipeline.visits import TABLES, Border, OwnForward, attributes_of
-from mgpu_core.trees.filled import Contents, FilledCopies, holds_tensor, is_fillable
-from mgpu_core.trees.layer_holders import leads_to, rewired
+from mgpu_core.pipeline.visits import Border
+from mgpu_core.trees.filled import Contents, holds_tensor, is_fillable
+from mgpu_core.trees.layer_holders import leads_to
 from mgpu_core.trees.marks import changed
-from mgpu_core.trees.replica_hooks import have_hooks, own_hooks, users_hooks
+from mgpu_core.trees.replica_hooks import users_hooks
+from mgpu_core.trees.views import OwnForward, attributes_of
 
-__all__ = ["Before", "LaneView"]
+__all__ = ["Before"]
 
-_NOTES = (
-    *(bool, int, float, complex, str, bytes, type(None), type, FunctionType, MethodType, Enum),
-    *(RemovableHandle, torch.dtype, torch.device),
-)
 _HOOKS = [name for name in vars(Module()) if name.endswith("_hooks")]
-
-
-def is_note(value: Any) -> bool:
-    """Return whether an attribute holds nothing of a batch."""
-    if isinstance(value, tuple | frozenset):
-        return all(map(is_note, value))
-    if isinstance(value, list | set | dict):  # an empty one may be filled by each micro-batch
-        return bool(value) and all(map(is_note, value.values() if isinstance(value, dict) else value))
-    return isinstance(value, _NOTES)
-
-
-class LaneView:
-    """A module as one micro-batch sees it: modules around layers are others, with attributes of their own.
-
-    Their tables of parameters and buffers, their hooks, and the layers are the same objects.
-
-    Args:
-        root: the module.
-        shared: ids of modules that all micro-batches share.
-        filled: by the ids of modules the names of containers that a forward fills: the view has copies.
-
-    Attributes:
-        root: the view.
-        copies: of containers that this micro-batch may fill.
-    """
-
-    def __init__(self, root: Module, shared: Container[int], filled: Mapping[int, Iterable[str]]) -> None:
-        self._shared, self._filled = shared, filled
-        self._views: dict[int, tuple[Module, Module, dict[str, Any]]] = {}  # with the attributes of the beginning
-        self.copies = FilledCopies()
-        self.root = self._viewed(root)
-        made = {**self.copies.of_originals, **{owner: view for owner, (_, view, _) in self._views.items()}}
-        for _, view, before in self._views.values():
-            own = vars(view)
-            bound = {name: rewired(value, dict(made)) for name, value in own.items() if isinstance(value, MethodType)}
-            if have_hooks(own):  # a table that means nothing of the view stays, for hooks that the forward registers
-                tables = own_hooks(own, made)
-                bound |= {name: table for name, table in tables.items() if table != own[name]}
-            before.update(bound)
-            own.update(bound)
-
-    def _viewed(self, module: Module) -> Module:
-        if id(module) in self._shared:
-            return module
-        if id(module) not in self._views:
-            view = object.__new__(type(module))
-            attributes = {**module.__dict__, "_compiled_call_impl": None}
-            self._views[id(module)] = module, view, attributes
-            for name in self._filled.get(id(module), ()):
-                attributes[name] = self.copies.copied(attributes.get(name))
-            if isinstance(own := attributes.get("forward"), OwnForward):
-                attributes["forward"] = own.of(view)
-            modules = {name: None if each is None else self._viewed(each) for name, each in module._modules.items()}
-            attributes["_modules"] = dict(modules)
-            object.__setattr__(view, "__dict__", {**attributes, "_modules": modules})
-        return self._views[id(module)][1]
-
-    def assigned(self) -> dict[tuple[int, str], Any]:
-        """Return the attributes that the forward has assigned, by the id of the module and the name."""
-        return {
-            (owner, name): value
-            for owner, (_, view, before) in self._views.items()
-            for name, value in vars(view).items()
-            if value is not before.get(name, TABLES) and name not in TABLES
-        }
-
-    def keep(self, layers: Container[int] = ()) -> None:
-        """Let the module have the notes of this micro-batch; layers, by their ids, have all their attributes."""
-        for (owner, name), value in self.assigned().items():
-            if owner in layers or is_note(value):
-                vars(self._views[owner][0])[name] = value
-        for module, view, before in self._views.values():
-            for name in before.keys() - vars(view).keys():
-                vars(module).pop(name, None)
-
-    def end(self) -> None:
-        """Let go of all but the copies."""
-        self._views.clear()
-        del self.root
-
-    def added(self) -> list[str]:
-        """Return the names of modules that the forward has added or replaced."""
-        return [
-            name
-            for _, view, before in self._views.values()
-            for name, each in view._modules.items()
-            if each is not before["_modules"].get(name)
-        ]
 
 
 class Before:

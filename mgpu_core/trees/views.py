@@ -1,0 +1,309 @@
+"""Views: a module as one rank, or one call, sees it; other modules of the same classes, which share what they can.
+
+``build_replica`` exchanges all tensors, for a rank; a :class:`ModuleView` keeps them, and exchanges attributes, for a
+call.  What outlives its module is a copy: see ``module_copy.py``.
+
+A *note* is an attribute that holds nothing of a batch: a number, a text, the handle of a hook, a function.  A module
+that changes its layers once, and notes that on itself (``if not self.is_ready: ...``), finds the note in later calls.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from enum import Enum
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch.nn import Module
+from torch.utils.hooks import RemovableHandle
+
+from mgpu_core.trees import replica_hooks
+from mgpu_core.trees.filled import FilledCopies
+from mgpu_core.trees.layer_holders import rewired
+from mgpu_core.trees.module_tree import ModuleNode, ModuleTree
+from mgpu_core.trees.replica_hooks import DICTIONARIES, NO_HOOKS, WeakMethod, have_hooks, own_hooks, weakened
+from mgpu_core.trees.replica_parameters import as_parameters
+
+__all__ = ["ModuleView", "OwnForward", "attributes_of", "build_replica", "build_replicas", "is_note", "loosen"]
+
+_COMPILED = "_compiled_call_impl"  # what a module's call runs instead of its forward, if it is there
+_REWIRED = "_replica_holders"  # of a replica: which attributes of its modules were made again, as (module, name)
+_NOTES = (
+    *(bool, int, float, complex, str, bytes, type(None), type, FunctionType, MethodType, Enum),
+    *(RemovableHandle, torch.dtype, torch.device),
+)
+TABLES = {
+    *(name for name, value in vars(Module()).items() if isinstance(value, dict | set)),
+    "_compiled_call_impl",
+}
+"""The attributes of a module that are torch's own: its tensors, children and hooks."""
+
+
+def attributes_of(module: Module) -> dict[str, Any]:
+    """Return the attributes of a module but for torch's own, and a forward that stands in for its own."""
+    found = vars(module).items()
+    return {name: value for name, value in found if name not in TABLES and not isinstance(value, OwnForward)}
+
+
+def build_replicas(
+    tree: ModuleTree,
+    rows: Sequence[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]],
+    compiled: Sequence[Sequence[tuple[int, Any]]],
+) -> list[Any]:
+    """Return a replica per rank, of its parameters, which become :class:`ReplicaParameter`, and its buffers."""
+    made = [build_replica(tree, *row, calls) for row, calls in zip(rows, compiled, strict=True)]
+    as_parameters(tree.parameters, [parameters for parameters, _ in rows])
+    return made
+
+
+def build_replica(
+    tree: ModuleTree,
+    parameters: Sequence[torch.Tensor],
+    buffers: Sequence[torch.Tensor] | None,
+    compiled: Sequence[tuple[int, Any]],
+    *,
+    leaves: bool = False,
+) -> Any:
+    """Return a rank's replica of the tree's network: copies of all modules, wired to each other and to its tensors.
+
+    Args:
+        tree: the network as it is now.
+        parameters, buffers: of the rank, in the tree's order; ``None``: the modules' own tables of buffers.
+        compiled: for each compiled module the index of its node, and the callable of its replica.
+        leaves: the parameters are ``nn.Parameter``.
+    """
+    if not replica_hooks.are_apart:
+        replica_hooks.keep_hooks_apart()
+    new, assign = object.__new__, object.__setattr__
+    replicas = [
+        new(type(node.module)) if node.kind.is_ordinary else node.module._replicate_for_data_parallel()
+        for node in tree.nodes
+    ]
+    held: list[tuple[Module, str]] = []
+    hooked: list[tuple[ModuleNode, Any]] = []
+    for node, replica in zip(tree.nodes, replicas, strict=True):
+        if node.kind.is_ordinary:
+            # Past Module.__setattr__, which would find out for each value what it is.
+            assign(replica, "__dict__", _attributes(node, replicas, parameters, buffers))
+        else:
+            _wire_by_setattr(node, replica, replicas, parameters, tree.buffers if buffers is None else buffers, leaves)
+        if replica_hooks.SHARES_HOOKS not in replica.__dict__:
+            hooked += ((node, replica),)
+    if tree.has_holders or hooked:
+        made = {key: replicas[index] for key, index in tree.indices.items()}
+        for node, replica in hooked:
+            replica.__dict__.update(own_hooks(node.module.__dict__, made))
+            held += [(replica, name) for name in DICTIONARIES]
+        for node, replica in zip(tree.nodes, replicas, strict=True):
+            for name in node.holders:
+                replica.__dict__[name] = rewired(node.module.__dict__[name], made)
+                held.append((replica, name))
+    for index, function in compiled:
+        replicas[index].__dict__[_COMPILED] = MethodType(function, replicas[index])
+        held.append((replicas[index], _COMPILED))
+    if held:
+        replicas[0].__dict__[_REWIRED] = held
+    return replicas[0]
+
+
+def _attributes(
+    node: ModuleNode,
+    replicas: list[Any],
+    parameters: Sequence[torch.Tensor],
+    buffers: Sequence[torch.Tensor] | None,
+) -> dict[str, Any]:
+    """Return a replica's ``__dict__``: its tensors and modules are its own, other attributes are the module's."""
+    original = node.module.__dict__
+    own: dict[str, Any] = dict.fromkeys(node.absent) if node.absent else {}
+    attributes = {**original, "_is_replica": True, "_former_parameters": own, "_parameters": own}
+    # Written out: a call per module and rank would cost more than it does.
+    has_hooks = original["_forward_hooks"] or original["_forward_pre_hooks"]
+    if not (has_hooks or original["_backward_hooks"] or original["_backward_pre_hooks"]):
+        attributes |= NO_HOOKS
+    for name, index in node.parameters:
+        own[name] = parameters[index]
+    if buffers is not None:
+        below = attributes["_buffers"] = {**original["_buffers"]}
+        for name, index in node.buffers:
+            below[name] = buffers[index]
+    below = attributes["_modules"] = {**original["_modules"]}
+    for name, index in node.children:
+        below[name] = replicas[index]
+    return attributes
+
+
+def loosen(replicas: Iterable[Module]) -> None:
+    """End the cycles of replicas that keep methods of their own, so that they are freed when their graph is.
+
+    A bound method in an attribute holds its module, which holds the attribute: the copies of all parameters would stay
+    until the garbage collector comes.  After the forward such an attribute holds its module weakly; code that took the
+    method itself (a checkpoint that runs it again in backward) still has the real one.
+    """
+    for replica in replicas:
+        for module, name in replica.__dict__.pop(_REWIRED, ()):
+            value = module.__dict__.get(name)
+            if type(value) is MethodType:
+                module.__dict__[name] = WeakMethod(value)
+            elif name in DICTIONARIES and value:
+                module.__dict__[name] = OrderedDict((key, weakened(hook)) for key, hook in value.items())
+
+
+def _wire_by_setattr(
+    node: ModuleNode,
+    replica: Any,
+    replicas: list[Any],
+    parameters: Sequence[torch.Tensor],
+    buffers: Sequence[torch.Tensor],
+    leaves: bool,
+) -> None:
+    """Wire a module that has a say in it: RNNs keep a second list of their weights, ScriptModules live in C++."""
+    replica._former_parameters = {}  # torch's name for a replica's parameters
+    if "_forward_hooks" in replica.__dict__ and not have_hooks(replica.__dict__):  # a ScriptModule keeps its own in C++
+        replica.__dict__.update(NO_HOOKS)
+    for name, index in node.children:
+        setattr(replica, name, replicas[index])
+    for name, index in node.parameters:
+        setattr(replica, name, parameters[index])
+        if not (leaves or node.kind.is_script):  # no leaf can be registered by assignment
+            replica._parameters[name] = replica.__dict__.pop(name)
+    for name, index in node.buffers:
+        setattr(replica, name, buffers[index])
+    for name in node.absent:
+        replica._parameters[name] = None
+
+
+def is_note(value: Any) -> bool:
+    """Return whether an attribute holds nothing of a batch."""
+    if isinstance(value, tuple | frozenset):
+        return all(map(is_note, value))
+    if isinstance(value, list | set | dict):  # an empty one may be filled by each micro-batch
+        return bool(value) and all(map(is_note, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, _NOTES)
+
+
+class ModuleView:
+    """A module as one call sees it: modules around layers are others, with attributes of their own.
+
+    Their tables of parameters and buffers, their hooks, and the layers are the same objects.
+
+    Args:
+        root: the module.
+        shared: ids of modules that all calls share.
+        filled: by the ids of modules the names of containers that a forward fills: the view has copies.
+
+    Attributes:
+        root: the view.
+        copies: of containers that this call may fill.
+    """
+
+    def __init__(self, root: Module, shared: Container[int], filled: Mapping[int, Iterable[str]] | None = None) -> None:
+        self._shared, self._filled = shared, filled or {}
+        self._views: dict[int, tuple[Module, Module, dict[str, Any]]] = {}  # with the attributes of the beginning
+        self.copies = FilledCopies()
+        self.root = self._viewed(root)
+        made = {**self.copies.of_originals, **{owner: view for owner, (_, view, _) in self._views.items()}}
+        for _, view, before in self._views.values():
+            own = vars(view)
+            bound = {name: rewired(value, dict(made)) for name, value in own.items() if isinstance(value, MethodType)}
+            if have_hooks(own):  # a table that means nothing of the view stays, for hooks that the forward registers
+                tables = own_hooks(own, made)
+                bound |= {name: table for name, table in tables.items() if table != own[name]}
+            before.update(bound)
+            own.update(bound)
+
+    def _viewed(self, module: Module) -> Module:
+        if id(module) in self._shared:
+            return module
+        if id(module) not in self._views:
+            view = object.__new__(type(module))
+            attributes = {**module.__dict__, "_compiled_call_impl": None}
+            self._views[id(module)] = module, view, attributes
+            for name in self._filled.get(id(module), ()):
+                attributes[name] = self.copies.copied(attributes.get(name))
+            if isinstance(own := attributes.get("forward"), OwnForward):
+                attributes["forward"] = own.of(view)
+            modules = {name: None if each is None else self._viewed(each) for name, each in module._modules.items()}
+            attributes["_modules"] = dict(modules)
+            object.__setattr__(view, "__dict__", {**attributes, "_modules": modules})
+        return self._views[id(module)][1]
+
+    def assigned(self) -> dict[tuple[int, str], Any]:
+        """Return the attributes that the forward has assigned, by the id of the module and the name."""
+        return {
+            (owner, name): value
+            for owner, (_, view, before) in self._views.items()
+            for name, value in vars(view).items()
+            if value is not before.get(name, TABLES) and name not in TABLES
+        }
+
+    def keep(self, layers: Container[int] = ()) -> None:
+        """Let the module have the notes of this call; layers, by their ids, have all their attributes."""
+        for (owner, name), value in self.assigned().items():
+            if owner in layers or is_note(value):
+                vars(self._views[owner][0])[name] = value
+        for module, view, before in self._views.values():
+            for name in before.keys() - vars(view).keys():
+                vars(module).pop(name, None)
+
+    def end(self) -> None:
+        """Let go of all but the copies."""
+        self._views.clear()
+        del self.root
+
+    def added(self) -> list[str]:
+        """Return the names of modules that the forward has added or replaced."""
+        return [
+            name
+            for _, view, before in self._views.values()
+            for name, each in view._modules.items()
+            if each is not before["_modules"].get(name)
+        ]
+
+
+class OwnForward:
+    """Stands in for the forward of a module, which it holds weakly; copies and pickles go along with the module's."""
+
+    is_of_view = False
+
+    def __init__(self, module: Module) -> None:
+        self._module, self._own = weakref.ref(module), module.__dict__.get("forward")
+        module.__dict__["forward"] = self
+
+    @property
+    def module(self) -> Module:
+        """The module."""
+        module = self._module()
+        assert module is not None, "the module holds this object"
+        return module
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The module's own forward."""
+        own: Callable[..., Any] = self._own or MethodType(type(self.module).forward, self.module)
+        return own
+
+    def of(self, view: Module) -> OwnForward:
+        """Return such an object for a view of the module."""
+        made = copy.copy(self)
+        made._module, made.is_of_view = weakref.ref(view), True
+        if isinstance(self._own, MethodType) and self._own.__self__ is self.module:
+            made._own = MethodType(self._own.__func__, view)
+        return made
+
+    def remove(self) -> None:
+        """Give the module its own forward back, unless it was given another one since."""
+        if self.module.__dict__.get("forward") is not self:
+            return
+        del self.module.__dict__["forward"]
+        if self._own is not None:
+            self.module.__dict__["forward"] = self._own
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_module": self._module()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _module=weakref.ref(state["_module"]))

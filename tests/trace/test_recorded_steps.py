@@ -179,10 +179,9 @@ def test_synchronised_layers_tell_their_sums(ranks):
     sums = of(trace, Collective, "all_reduce")
     assert len(sums) == 4
     for each in sums:
-        assert (each.route, each.nbytes) == ("generic", (20,) * ranks)
-        assert [(hop.sums, hop.nbytes) for hop in each.hops] == [(True, 20)]  # all ranks share the one result
-        assert [rank for rank, _, _ in each.hops[0].sources] == list(range(ranks))
-        assert each.hops[0].targets == ((ROOT, 0, 0),)
+        assert (each.route, each.nbytes) == ("direct", (20,) * ranks)
+        everybody = tuple((rank, 0, 0) for rank in range(ranks))  # reads all, and has the sum
+        assert [(hop.sums, hop.nbytes, hop.sources, hop.targets) for hop in each.hops] == [(True, 20, *[everybody] * 2)]
     assert len({each.whole_step for each in sums}) == 1
     assert len(of(trace, Span, "sync_batchnorm")) == 2
 

@@ -14,12 +14,9 @@ from typing import Any
 
 import torch
 
-from mgpu_core.comm.torch_backend import ALGORITHM
-from mgpu_core.comm.traffic_trace import CollectiveTrace, trace_hop
+from mgpu_core.comm.collectives import all_reduce
 from mgpu_core.devices.streams import on_all, resumed_on_all
-from mgpu_core.devices.transfer import to_device
 from mgpu_core.ranks.run import Run
-from mgpu_core.trace import tracer
 from mgpu_core.trace.tracer import current_step, in_step, span
 
 __all__ = ["of_all_ranks"]
@@ -95,8 +92,8 @@ class _Joint(torch.autograd.Function):
             to_biases = [each.sum(_all_but_1(each)) for each in gradients]
             by_weight = [_scaled(each, weight) for each, weight in zip(gradients, weights, strict=True)]
             slopes = [(g * x).sum(_all_but_1(x)) for g, x in zip(by_weight, normal, strict=True)]
-            along = _sums(inputs, slopes, ctx.rows)
-            level = _sums(inputs, [g.sum(_all_but_1(g)) for g in by_weight], ctx.rows)
+            along = _means(slopes, ctx.rows)
+            level = _means([g.sum(_all_but_1(g)) for g in by_weight], ctx.rows)
             to_inputs = [
                 ((g - _along(flat, g) - x * _along(slope, g)) * _along(scale, g)).to(given.dtype)
                 for g, x, flat, slope, scale, given in zip(by_weight, normal, level, along, scales, inputs, strict=True)
@@ -110,9 +107,9 @@ class _Joint(torch.autograd.Function):
 
 def _statistics(inputs: Tensors, rows: int) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
     """Means, centred inputs and variances, each where its rank is."""
-    means = _sums(inputs, [_wide(each).sum(_all_but_1(each)) for each in inputs], rows)
+    means = _means([_wide(each).sum(_all_but_1(each)) for each in inputs], rows)
     centred = [_wide(each) - _along(mean, each) for each, mean in zip(inputs, means, strict=True)]
-    return means, centred, _sums(inputs, [each.square().sum(_all_but_1(each)) for each in centred], rows)
+    return means, centred, _means([each.square().sum(_all_but_1(each)) for each in centred], rows)
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
@@ -138,26 +135,6 @@ def _affine(tensor: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tenso
     return scaled if bias is None else scaled + _along(bias, tensor)
 
 
-def _sums(inputs: Tensors, parts: Tensors, rows: int) -> list[torch.Tensor]:
-    """Return the ranks' sums added up in rank order, over ``rows``; a copy on each rank's device."""
-    totals: list[torch.Tensor] = []
-    if tracer.recording is None:
-        _fill(totals, inputs, parts, rows)
-    else:
-        with CollectiveTrace("all_reduce", [parts], others=[totals]) as call:
-            call.ran(ALGORITHM, [_fill(totals, inputs, parts, rows)])
-    return totals
-
-
-def _fill(totals: list[torch.Tensor], inputs: Tensors, parts: Tensors, rows: int) -> torch.Tensor:
-    """Append a copy of the sum for each rank, and return the sum."""
-    total = parts[0].clone()
-    for part in parts[1:]:
-        total += to_device(part, total.device)
-    total /= rows
-    trace_hop(True, parts, [total])
-    for each in inputs:
-        totals.append(to_device(total, each.device))
-        if totals[-1] is not total:
-            trace_hop(False, [total], totals[-1:])
-    return total
+def _means(sums: Tensors, rows: int) -> list[torch.Tensor]:
+    """Return the ranks' sums added up in rank order, over ``rows``, on each rank's device."""
+    return [each / rows for each in all_reduce(sums)]

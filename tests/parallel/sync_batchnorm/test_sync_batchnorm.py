@@ -253,7 +253,7 @@ def test_a_failure_where_ranks_meet_leaves_no_memory(monkeypatch):
         wake_workers()
         return sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
 
-    monkeypatch.setattr("mgpu_core.parallel.sync_batchnorm.joint._sums", fails)
+    monkeypatch.setattr("mgpu_core.parallel.sync_batchnorm.joint.all_reduce", fails)
     model = DataParallel(nn.Sequential(nn.Linear(2, 2), SyncBatchNorm(2)), cpu(3))
     with no_collector():
         assert failed_forwards() == failed_forwards()

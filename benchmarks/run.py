@@ -22,7 +22,6 @@ RESULTS = Path(__file__).parent / "results"
 STUDIES = {
     "mnist_epoch": "An epoch of MNIST",
     "explain_overhead": "The cost of recording a step",
-    "all_reduce_model": "All-reduce, predicted and measured",
 }
 TWINS = "cupy", "numba"
 for _name, _title in STUDIES.items():

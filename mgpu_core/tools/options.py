@@ -7,9 +7,6 @@ import argparse
 import threading
 from pathlib import Path
 
-from mgpu_core.pipeline.schedules import SCHEDULES
-from mgpu_core.tools.explain.cost import ALGORITHMS
-from mgpu_core.tools.explain.example_steps import EXAMPLES
 from mgpu_core.tools.explain.predict import SCALINGS
 from mgpu_core.tools.explain.topology import FORM, GPUS_PER_NODE, known_names
 
@@ -61,7 +58,6 @@ def explain(parser: argparse.ArgumentParser) -> None:
     # By default the last step, which is shown, comes after those in which `workers="auto"` measures.
     add("--skip", type=int, default=3, metavar="N", help="steps that pass first (default: %(default)s)")
     add("--steps", type=int, default=6, metavar="N", help="steps to record (default: %(default)s)")
-    add("--predict", action="store_true", help="show the cost model's time next to each collective's (CPU ranks)")
     add("--html", type=Path, metavar="FILE", help="write the animated page")
     add("--trace", type=Path, metavar="FILE.json", help="write a trace for ui.perfetto.dev")
     add("--profile", type=Path, metavar="FILE.json", help="write the last step for `mgpu simulate`")
@@ -148,22 +144,9 @@ def run(parser: argparse.ArgumentParser) -> None:
 def simulate(parser: argparse.ArgumentParser) -> None:
     """Add the options of `mgpu simulate`."""
     add = parser.add_argument
-    add("step", nargs="?", type=Path, metavar="STEP.json", help="a recorded step; without one, an example is taken")
-    add("--example", choices=tuple(EXAMPLES), help="instead of a file; its times are assumed (default: resnet50)")
-    text = "how many GPUs (default: 8,64,1024; with --pipeline or --tensor-parallel 2,4,8)"
-    add("--gpus", metavar="LIST", help=text)
-    add("--pipeline", action="store_true", help="cut the net over the GPUs, a stage each, instead of the rows")
-    text = "cut the layers over the GPUs, a part of each, instead of the rows"
-    add("--tensor-parallel", action="store_true", help=text)
-    add("--joints", type=int, metavar="N", help="layers after which the GPUs meet in a forward, with --tensor-parallel")
-    add("--joint-nbytes", type=int, metavar="N", help="bytes of one GPU that they all-reduce together")
-    add("--chunks", metavar="LIST", help="micro-batches of a pipeline (default: 4,16,64)")
-    add("--schedule", choices=SCHEDULES, help="of a pipeline (default: 1f1b)")
-    add("--border-nbytes", type=int, metavar="N", help="bytes of all rows that cross between two stages of a pipeline")
-    add("--topology", default="nvlink4+ib-ndr400", help=f"{FORM}; {known_names()}; or host: CPU ranks of this machine")
-    add("--gpus-per-node", type=int, metavar="N", help=f"of a topology with links (default: {GPUS_PER_NODE})")
-    add("--scaling", choices=SCALINGS, help="keep the rows of each GPU (weak), or of all (strong)")
-    add("--algorithm", choices=ALGORITHMS, help="of the all-reduce (default: auto)")
-    add("--no-overlap", action="store_true", help="all-reduce after backward, without overlap")
-    add("--plot", type=Path, metavar="FILE.png", help="draw step time and efficiency (needs matplotlib)")
-    add("--json", type=Path, metavar="FILE", help="write the predictions")
+    add("step", type=Path, metavar="STEP.json", help="a recorded step: mgpu explain --profile STEP.json")
+    add("--gpus", default="8,64,1024", metavar="LIST", help="how many GPUs (default: %(default)s)")
+    add("--topology", default="nvlink4+ib-ndr400", help=f"{FORM}; {known_names()} (default: %(default)s)")
+    add("--gpus-per-node", type=int, default=GPUS_PER_NODE, metavar="N", help="of the topology (default: %(default)s)")
+    text = "keep the rows of each GPU (weak), or of all (strong; default: %(default)s)"
+    add("--scaling", choices=SCALINGS, default="weak", help=text)

@@ -147,7 +147,7 @@ def test_advice_has_its_table_and_its_sentences():
         *(Measurement(ENGINE, 8, ()), Measurement(ENGINE, 32, (4e-3,))),
     )
     measurements = (*measurements[:2], replace(measurements[2], error=HOSTILE), measurements[3])
-    reason, best = Reason("compute", HOSTILE), Recommendation(ENGINE, "take it", None)
+    reason, best = Reason("compute", HOSTILE), Recommendation(ENGINE, "take it")
     told = (BreakEven("at", 16.0), None, None, None, None, reason, best, ("a note",), {"torch": HOSTILE})
     advice = Advice(("cpu", "cpu"), 8, measurements, *told)
     parsed = Parsed(advice._repr_html_())

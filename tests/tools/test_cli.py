@@ -15,7 +15,7 @@ import pytest
 from mgpu_core.errors import Error
 from mgpu_core.tools.bench.titles import TITLES
 from mgpu_core.tools.cli import COMMANDS, main, warnings_without_line
-from mgpu_core.tools.explain.cost import StepProfile
+from mgpu_core.tools.explain.step_profile import StepProfile
 
 pytestmark = pytest.mark.slow
 
@@ -208,7 +208,7 @@ def test_where_nobody_reads_to_the_end(command, status):
 
 
 def test_without_a_stdout():
-    code = "import sys; sys.stdout = None; from mgpu_core.tools.cli import main; sys.exit(main(['simulate']))"
+    code = "import sys; sys.stdout = None; from mgpu_core.tools.cli import main; sys.exit(main(['lesson', 'list']))"
     done = run_python("-c", code)
     assert (done.returncode, done.stderr) == (0, "")
 

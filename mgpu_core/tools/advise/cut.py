@@ -47,7 +47,7 @@ def recommended_cut(plan: Plan, memory: Memory, capacity: int) -> Recommendation
                 f"pipe = mgpu_core.Pipeline(net, device_ids, split_points={split}); "
                 "step = mgpu_core.TrainStep(pipe, loss_fn, optimizer)"
             )
-            return Recommendation(PIPELINE, False, text)
+            return Recommendation(PIPELINE, text)
     largest = max(int(memory.total_nbytes * layer.nbytes / total) for layer in layers)
     between = f"A cut between its layers does not help: one of them needs {human_nbytes(largest)}."
     return _of_layers(net, memory, capacity, f"{needs}. {between}")
@@ -77,5 +77,5 @@ def _of_layers(net: Module, memory: Memory, capacity: int, why: str) -> Recommen
                 f"{TENSOR_PARALLEL}: {why} Cut its layers over {ranks} devices, of which the fullest needs about "
                 f"{human_nbytes(fullest)}: tp = mgpu_core.TensorParallel(net, device_ids{given}){check}"
             )
-            return Recommendation(TENSOR_PARALLEL, False, text)
-    return Recommendation("", False, f"None: {why}")
+            return Recommendation(TENSOR_PARALLEL, text)
+    return Recommendation("", f"None: {why}")

@@ -13,7 +13,6 @@ from mgpu_core.tools.advise.plan import Plan
 from mgpu_core.tools.advise.shares import StepShares, shares_of, times_of
 from mgpu_core.tools.advise.strategies import Engine
 from mgpu_core.tools.explain.recorder import explain
-from mgpu_core.tools.explain.step_profile import StepProfile
 
 __all__ = ["Peaks", "Seen", "record_steps"]
 
@@ -25,12 +24,10 @@ class Seen:
     """The numbers of the recorded step of median time.
 
     Attributes:
-        profile: from which other sizes are predicted.
         peaks: see :class:`mgpu_core.tools.advise.memory.Memory`.
     """
 
     shares: StepShares
-    profile: StepProfile
     peaks: tuple[tuple[str, int], ...]
 
 
@@ -48,7 +45,7 @@ def record_steps(plan: Plan, batch: Batch) -> Seen:
                 way.step(batch)
     ordered = sorted(trace.steps, key=lambda step: step.end_ns - step.begin_ns)
     step = ordered[len(ordered) // 2]
-    return Seen(shares_of(times_of(step)), trace.profile(step.number, type(plan.net).__name__), found)
+    return Seen(shares_of(times_of(step)), found)
 
 
 class Peaks:

@@ -26,7 +26,6 @@ from mgpu_core.tools.advise.plan import REPEATS, SECONDS, MakeOptimizer, Plan, p
 from mgpu_core.tools.advise.reasons import reason_of
 from mgpu_core.tools.advise.recommend import Recommendation, recommend
 from mgpu_core.tools.advise.result import Advice
-from mgpu_core.tools.advise.scaling import scaling_of
 from mgpu_core.tools.advise.strategies import first_line, makers
 from mgpu_core.tools.advise.surroundings import busy_notes, random_state_kept
 from mgpu_core.tools.explain.environ import environment
@@ -162,10 +161,6 @@ def _concluded(
     measurements = tuple(sorted(findings.measurements, key=lambda each: each.batch))
     medians = {(each.way, each.batch): each.median_s for each in measurements if each.median_s is not None}
     own = {way: seconds for (way, batch), seconds in medians.items() if batch == plan.rows}
-    gpus = [index for index in plan.distinct_devices if index.type == "cuda"]
-    scaling = None
-    if len(gpus) > 1 and seen is not None:
-        scaling = scaling_of(seen.profile, [torch.cuda.get_device_name(gpu) for gpu in gpus])
     reason = reason_of(
         None if seen is None else seen.shares,
         ranks=len(plan.devices),
@@ -186,8 +181,7 @@ def _concluded(
         recommendation=recommendation
         or recommend(
             own,
-            gpus=len(gpus),
-            scaling=scaling,
+            gpus=sum(each.type == "cuda" for each in plan.distinct_devices),
             host=host,
             loader_s=loader_s,
             reason=reason.name,

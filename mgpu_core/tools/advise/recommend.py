@@ -10,7 +10,7 @@ from mgpu_core.tools.advise.host_share import HostShare
 from mgpu_core.tools.advise.reasons import UPDATE
 from mgpu_core.tools.advise.strategies import CAPTURED, DROP_IN, ENGINE, NAMES, ONE
 
-__all__ = ["PIPELINE", "TENSOR_PARALLEL", "Recommendation", "Scaling", "recommend"]
+__all__ = ["PIPELINE", "TENSOR_PARALLEL", "Recommendation", "recommend"]
 
 PIPELINE, TENSOR_PARALLEL = "Pipeline", "TensorParallel"
 """The way for a model that does not fit on one device."""
@@ -21,9 +21,6 @@ ENOUGH = 1.05
 IMPOSSIBLE = 4.0
 """So many times the ranks: neither caches nor a fused update make so much of each of them."""
 
-SCALES, KEEPS_SCALING = 0.8, 0.7
-"""Efficiencies from which on several machines are worth a thought: measured on this one, predicted for two."""
-
 _HOW = {
     ONE: "Keep the plain loop",
     DROP_IN: "model = mgpu_core.DataParallel(net, device_ids)",
@@ -33,32 +30,15 @@ _HOW = {
 
 
 @dataclass(frozen=True, slots=True)
-class Scaling:
-    """The cost model's prediction for two machines like this one.
-
-    Attributes:
-        topology: that is assumed, as for ``mgpu simulate``.
-        gpus: of both together.
-        efficiency: rows a second over so many times those of one GPU.
-    """
-
-    topology: str
-    gpus: int
-    efficiency: float
-
-
-@dataclass(frozen=True, slots=True)
 class Recommendation:
     """A recommendation.
 
     Attributes:
         way: empty if none could be measured, or not as it is.
-        machines: several machines are worth a thought, too.
         text: sentences.
     """
 
     way: str
-    machines: bool
     text: str
 
 
@@ -66,7 +46,6 @@ def recommend(
     medians: Mapping[str, float],
     *,
     gpus: int = 0,
-    scaling: Scaling | None = None,
     host: HostShare | None = None,
     loader_s: float | None = None,
     reason: str = "",
@@ -78,7 +57,6 @@ def recommend(
     Args:
         medians: seconds of a step, of each way that ran.
         gpus: how many different ones the ranks are on; 0 off GPUs.
-        scaling: to two machines.
         host: a rank's step on the host and on its GPU.
         loader_s: seconds in which the loader has such a batch.
         reason: the name of the main cost of many ranks.
@@ -86,12 +64,11 @@ def recommend(
         ranks: how many there are.
     """
     if not medians:
-        return Recommendation("", False, "None: no way could be measured.")
+        return Recommendation("", "None: no way could be measured.")
     if way := _impossible(medians, ranks):
-        return Recommendation("", False, _mismeasured(way, medians, ranks))
+        return Recommendation("", _mismeasured(way, medians, ranks))
     fastest = min(medians.values())
     way = next(name for name in NAMES if name in medians and medians[name] <= ENOUGH * fastest)
-    machines = _is_for_machines(medians, gpus, scaling)
     told = [_choice(way, medians)]
     if loader_s is not None and loader_s > fastest:
         told.insert(0, _slow_loader(loader_s, fastest))
@@ -99,9 +76,7 @@ def recommend(
         told.append(_slow_update(device_count))
     if host is not None and gpus > 1 and host.gpus < gpus:
         told.append(_waiting_gpus(host, gpus))
-    if machines and scaling is not None:
-        told.append(_machines(scaling))
-    return Recommendation(way, machines, "\n".join(told))
+    return Recommendation(way, "\n".join(told))
 
 
 def _impossible(medians: Mapping[str, float], ranks: int) -> str:
@@ -122,12 +97,6 @@ def _mismeasured(way: str, medians: Mapping[str, float], ranks: int) -> str:
         f"{ranks} {'rank' if ranks == 1 else 'ranks'} cannot be. "
         "Something else held one device up: repeat it on a quiet machine."
     )
-
-
-def _is_for_machines(medians: Mapping[str, float], gpus: int, scaling: Scaling | None) -> bool:
-    if gpus < 2 or scaling is None or ONE not in medians or ENGINE not in medians:
-        return False
-    return medians[ONE] / medians[ENGINE] / gpus >= SCALES and scaling.efficiency >= KEEPS_SCALING
 
 
 def _choice(way: str, medians: Mapping[str, float]) -> str:
@@ -162,12 +131,4 @@ def _waiting_gpus(host: HostShare, gpus: int) -> str:
         f"The host is too slow for these GPUs: with {host.rows} rows each, one process keeps {busy} busy. More rows a "
         "GPU help, fewer and larger operations (torch.compile), or a process per GPU: TrainStep(process_group=...) or "
         "DDP under torchrun."
-    )
-
-
-def _machines(scaling: Scaling) -> str:
-    return (
-        "Also DDP across machines: TrainStep(process_group=...) under torchrun. Two machines like this one, "
-        f"connected by {scaling.topology} (assumed), would have {scaling.efficiency:.0%} of the rows a second of "
-        f"{scaling.gpus} lone GPUs (predicted)."
     )

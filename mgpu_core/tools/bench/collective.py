@@ -9,9 +9,11 @@ for a result.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
+
+from mgpu_core.tools.bench.case import Bound, Case
 
 PERIOD = 11
 MOST_RANKS = 24
@@ -85,7 +87,22 @@ Wanted = Callable[[Values, int], torch.Tensor | None]
 """From the values of a task and a rank to what that rank ends with."""
 
 
-@dataclass(frozen=True)
+def around(ranks: int) -> float:
+    """2(n-1)/n: each byte of an all-reduce crosses a link twice, but for a rank's own share."""
+    return 2 * (ranks - 1) / ranks
+
+
+def others(ranks: int) -> float:
+    """(n-1)/n: a rank's own share stays where it is."""
+    return (ranks - 1) / ranks
+
+
+def whole(_ranks: int) -> float:
+    """1: every byte crosses each link once."""
+    return 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Collective:
     """One collective and the three ways to do it.
 
@@ -104,20 +121,23 @@ class Collective:
         gloo: task, rank and its tensor to its result, by torch.distributed.
         ops: reductions that `--op` may name; the first is the default. Empty: it moves only.
         algorithms: of ours, that `--algorithm` may name. Empty: there is one.
+        bounds, repeats: of its case.
     """
 
     name: str
     summary: str
-    position: str
-    split: bool
-    bus_factor: Callable[[int], float]
-    sends: Callable[[Values, int], torch.Tensor]
+    position: str = "out"
+    split: bool = True
+    bus_factor: Callable[[int], float] = others
+    sends: Callable[[Values, int], torch.Tensor] = lambda values, rank: values.of(rank)
     wanted: Wanted
     ours: Callable[[Task, Sequence[torch.Tensor]], Tensors]
     loop: Callable[[Task, Sequence[torch.Tensor]], Tensors]
     gloo: Callable[[Task, int, torch.Tensor], torch.Tensor | None]
     ops: tuple[str, ...] = ()
-    algorithms: tuple[str, ...] = field(default=())
+    algorithms: tuple[str, ...] = ()
+    bounds: tuple[Bound, ...] = ()
+    repeats: int = Case.repeats
 
 
 class Holding:
@@ -161,18 +181,3 @@ def _fold(values: list[int], op: str) -> int:
     if op == "prod":
         return math.prod(values)
     return min(values) if op == "min" else max(values)
-
-
-def around(ranks: int) -> float:
-    """2(n-1)/n: each byte of an all-reduce crosses a link twice, but for a rank's own share."""
-    return 2 * (ranks - 1) / ranks
-
-
-def others(ranks: int) -> float:
-    """(n-1)/n: a rank's own share stays where it is."""
-    return (ranks - 1) / ranks
-
-
-def whole(_ranks: int) -> float:
-    """1: every byte crosses each link once."""
-    return 1.0

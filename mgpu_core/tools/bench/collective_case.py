@@ -16,7 +16,7 @@ from functools import partial
 
 import torch
 
-from mgpu_core.tools.bench.case import Bound, Case, Contest, Label, Plan, UsageError, chosen, refuse
+from mgpu_core.tools.bench.case import Case, Contest, Label, Plan, UsageError, chosen, refuse
 from mgpu_core.tools.bench.collective import (
     DTYPES,
     MOST_RANKS,
@@ -30,7 +30,6 @@ from mgpu_core.tools.bench.collective import (
 )
 from mgpu_core.tools.bench.gloo import GlooTeam
 from mgpu_core.tools.bench.options import add_ranks, names_among, parse_sizes
-from mgpu_core.tools.bench.reductions import gloo_cannot
 from mgpu_core.tools.bench.timing import OURS, CacheFlush, Contestant, Schedule, nothing, timed
 
 TOUCH = "touch"
@@ -38,7 +37,7 @@ TOUCH = "touch"
 Way = Callable[[Task, Sequence[torch.Tensor]], Tensors]
 
 
-def case_of(collective: Collective, bounds: tuple[Bound, ...] = (), repeats: int = Case.repeats) -> Case:
+def case_of(collective: Collective) -> Case:
     """Return the case of one collective."""
     factor = "2(n-1)/n" if collective.bus_factor is around else "(n-1)/n" if collective.bus_factor is others else "1"
     formula = f"algbw = size / median time, busbw = algbw x {factor} with n ranks; GB/s, 1 GB = 10^9 bytes"
@@ -51,8 +50,8 @@ def case_of(collective: Collective, bounds: tuple[Bound, ...] = (), repeats: int
         add_arguments=partial(_add_arguments, collective),
         unit="us",
         formula=formula,
-        bounds=bounds,
-        repeats=repeats,
+        bounds=collective.bounds,
+        repeats=collective.repeats,
     )
 
 
@@ -66,6 +65,14 @@ def plan(collective: Collective, options: argparse.Namespace) -> Plan:
     refuse(options, "gloo", gloo_cannot(next(iter(tasks.values()))[0]))
     labels = [_labels(collective, task) for sizes in tasks.values() for task in sizes]
     return Plan(labels, _contests(collective, options, tasks))
+
+
+def gloo_cannot(task: Task) -> str:
+    """Return what gloo lacks for a task; empty: it can do it."""
+    if task.devices:
+        return "it is measured on the CPU only"
+    is_whole = not getattr(torch, task.dtype).is_floating_point
+    return f"it has no average of {task.dtype}" if task.op == "avg" and is_whole else ""
 
 
 def _contests(

@@ -64,7 +64,8 @@ class Rank:
 
     def prepare(self, collective: str, task: Task) -> None:
         """Make the buffers of a row of that case."""
-        self._collective: Collective = importlib.import_module(f"mgpu_core.tools.bench.cases.{collective}").COLLECTIVE
+        table = importlib.import_module("mgpu_core.tools.bench.cases.collectives").COLLECTIVES
+        self._collective: Collective = table[collective]
         self._holding = Holding(self._collective, task, [self._rank])
         self._tiny = Holding(self._collective, task.tiny(), [self._rank])
 

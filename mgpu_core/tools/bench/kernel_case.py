@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -111,18 +111,19 @@ def twins(device: torch.device) -> dict[str, object]:
     return found
 
 
-def full_speed(**where: Label) -> Bound:
-    """Return the bound of the kernels that should do nothing but wait for memory."""
-    return at_least(FLOOR, COPY, device="cuda", size=FULL, clock="device", **where)
+def twin_sides(task: Task, call: Callable[[Any], object]) -> dict[str, Side]:
+    """Return the sides of our twins, given a call of one."""
+    return {who: partial(call, twin) for who, twin in twins(task.device).items()}
 
 
 def case_of(
     problem: Callable[[Task], Problem],
-    *,
     name: str,
-    summary: str,
+    text: str,
     peers: tuple[str, ...],
     traffic: str,
+    *,
+    function: str = "",
     twinned: bool = False,
     pieces: bool = True,
     many: bool = False,
@@ -131,21 +132,24 @@ def case_of(
     """Return a kernel's case.
 
     Args:
+        name: of the case, and of the function unless that is given.
+        text: the work of the function, for the summary.
         traffic: the bytes read and written, in words for the formula.
         twinned: the twins have it, too.
         pieces: the work is on a list of tensors, so their number is an option.
         many: also a row of many small tensors.
+        bounds: besides that of all kernels, which should do nothing but wait for memory.
     """
     return Case(
         name=name,
-        summary=summary,
+        summary=f"mgpu_core.kernels.{function or name}: {text}",
         peers=(*peers, COPY),
         more_peers=tuple(TWINS) if twinned else (),
         plan=partial(_plan, problem, (*peers, COPY), twinned),
         add_arguments=partial(_add_arguments, pieces, many),
         unit="us",
         formula=f"GB/s = ({traffic}) / median time, 1 GB = 10^9 bytes; copy: as many bytes, by torch",
-        bounds=bounds,
+        bounds=(at_least(FLOOR, COPY, device="cuda", size=FULL, clock="device"), *bounds),
         repeats=20,
     )
 

@@ -6,13 +6,12 @@ it for itself. Three steps from fresh parameters are compared with the same step
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 
 from mgpu_core.kernels import segment_table
-from mgpu_core.tools.bench.kernel_case import Side, Task, differing, twins, whole_numbers
+from mgpu_core.tools.bench.kernel_case import Side, Task, differing, twin_sides, whole_numbers
 from mgpu_core.tools.bench.timing import OURS
 
 STYLES = {"loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
@@ -29,6 +28,11 @@ class Flat:
     states: Sequence[torch.Tensor]
     segments: torch.Tensor
     groups: torch.Tensor
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """All of them, in the order in which our functions take them."""
+        return self.parameters, self.gradients, *self.states, self.segments, self.groups
 
 
 @dataclass(frozen=True)
@@ -75,9 +79,8 @@ class Optimizing:
         flat, optimizer = self._flat, self._optimizer
         ways: dict[str, Side] = {OURS: lambda: optimizer.step(flat)}
         ways |= {style: torchs.step for style, torchs in self._torchs.items()}
-        if optimizer.twin is not None:
-            step = optimizer.twin
-            ways |= {who: partial(step, twin, flat) for who, twin in twins(task.device).items()}
+        if (step := optimizer.twin) is not None:
+            ways |= twin_sides(task, lambda twin: step(twin, flat))
         return ways
 
     def _parameters(self, counts: Sequence[int]) -> list[torch.nn.Parameter]:

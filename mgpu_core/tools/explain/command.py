@@ -16,7 +16,7 @@ from mgpu_core.tools.user_script import note_order, script_status, uses_torchs_w
 
 __all__ = ["run"]
 
-_OPTIONS = ("--html", "--trace", "--profile", "--predict", "--skip", "--steps")
+_OPTIONS = ("--html", "--trace", "--profile", "--skip", "--steps")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -46,8 +46,6 @@ def run(args: argparse.Namespace) -> int:
             f"mgpu explain: error: nothing was recorded{'' if status or noted else _why_nothing(args)}", file=sys.stderr
         )
         return status or 1
-    if args.predict:
-        _predict(trace)
     return status if _save(trace, here, args) else 2
 
 
@@ -56,14 +54,6 @@ def _not_recorded(script: Path) -> str:
         f"mgpu explain: note: {script} uses torch.nn.DataParallel, which is not recorded: mgpu_core.DataParallel is, "
         "and `mgpu run --explain FILE.html` puts it in the place of torch's"
     )
-
-
-def _predict(trace: Trace) -> None:
-    """Predict the trace's collectives; where that is impossible, say so and show the trace without."""
-    try:
-        trace.predict()
-    except ValueError as error:
-        print(f"mgpu explain: note: no predictions: {error}", file=sys.stderr)
 
 
 def _why_nothing(args: argparse.Namespace) -> str:

@@ -24,7 +24,6 @@ from mgpu_core.tools.explain.tables import (
     seconds_of,
 )
 from mgpu_core.tools.explain.timeline import timelines_of
-from mgpu_core.tools.explain.topology import Machine
 from mgpu_core.trace.events import ALL_RANKS
 
 __all__ = ["page_data", "page_of", "write_page"]
@@ -74,13 +73,12 @@ def _nbytes(step: dict[str, Any]) -> int:
 
 def page_data(trace: Recorded) -> dict[str, Any]:
     """Return the page's data of all steps."""
-    steps = [_step_data(step, trace.machine) for step in trace.steps]
     return {
         "format": 1,
         "environment": trace.environment,
         "dropped": trace.dropped,
         "left_out": 0,
-        "steps": steps,
+        "steps": list(map(_step_data, trace.steps)),
     }
 
 
@@ -102,9 +100,9 @@ def _filled(data: dict[str, Any]) -> str:
     return text
 
 
-def _step_data(step: Step, machine: Machine | None) -> dict[str, Any]:
+def _step_data(step: Step) -> dict[str, Any]:
     batches = batches_of(step)
-    rows = inference_rows(batches) if batches else phase_rows(step, machine)
+    rows = inference_rows(batches) if batches else phase_rows(step)
     return {
         "number": step.number,
         "name": step.name,
@@ -119,7 +117,7 @@ def _step_data(step: Step, machine: Machine | None) -> dict[str, Any]:
         "inference": inference_data(step),
         "pipelines": [each.data(step) | {"about": pipeline_lines(each)} for each in timelines_of(step)],
         "table": rows,
-        "legend": [INFERENCE_LEGEND] if batches else legend(rows, machine),
+        "legend": [INFERENCE_LEGEND] if batches else legend(rows),
         "left_out": "",
     }
 

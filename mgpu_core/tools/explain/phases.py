@@ -55,7 +55,6 @@ class Phase:
         share: of the step's time.
         moved_nbytes: bytes that moved between ranks.
         bus_gbps: bus bandwidth of the collectives, as nccl-tests defines it; ``None`` without any.
-        collective_seconds: that the collectives cover, without the Python around them.
     """
 
     name: str
@@ -66,7 +65,6 @@ class Phase:
     share: float
     moved_nbytes: int
     bus_gbps: float | None
-    collective_seconds: float
 
     @property
     def ranks(self) -> int:
@@ -94,7 +92,7 @@ def outside(step: Step, phases: Sequence[Phase]) -> list[Phase]:
         seen.append((begin, max(begin, end)))
         before, reached = reached, covered(seen)
         if rest := reached - before:
-            found.append(Phase(name, (), (), (), rest / 1e9, rest / whole, 0, None, 0.0))
+            found.append(Phase(name, (), (), (), rest / 1e9, rest / whole, 0, None))
     return found
 
 
@@ -152,7 +150,7 @@ def _phase(name: str, spans: Sequence[Span], calls: dict[Span, list[Collective]]
     together = covered(times)
     moved = sum(map(moved_nbytes, inside))
     share = together / whole if whole else 0.0
-    return Phase(name, spans, inside, times, together / 1e9, share, moved, bus_gbps(inside), _seconds_of(inside))
+    return Phase(name, spans, inside, times, together / 1e9, share, moved, bus_gbps(inside))
 
 
 def _times(span: Span, calls: Sequence[Collective]) -> list[Interval]:
@@ -190,12 +188,9 @@ def bus_gbps(collectives: Sequence[Collective]) -> float | None:
     The factors are those of nccl-tests: 2 (n - 1) / n for all-reduce, (n - 1) / n for scatter, gather, all-gather and
     reduce-scatter (of all ranks' bytes), 1 for broadcast and reduce; so algorithms and team sizes can be compared.
     """
-    carried, seconds = sum(map(_carried, collectives)), _seconds_of(collectives)
-    return carried / seconds / 1e9 if carried and seconds else None
-
-
-def _seconds_of(collectives: Sequence[Collective]) -> float:
-    return covered(times for call in collectives for times in call.times.values()) / 1e9
+    carried = sum(map(_carried, collectives))
+    taken_ns = covered(times for call in collectives for times in call.times.values())
+    return carried / taken_ns if carried and taken_ns else None
 
 
 def _carried(call: Collective) -> float:

@@ -1,4 +1,4 @@
-"""A recorded step at another number of GPUs: pure functions of a profile and a machine.
+"""A recorded step on another number of GPUs: a pure function of a profile and a topology.
 
 A step is: scatter, broadcast of the module (the drop-in's), forward, backward overlapped with the all-reduces of the
 buckets, update, gather; and the host's own time.  One thread of a process asks for the forwards of all its GPUs, one
@@ -12,41 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
-from mgpu_core.tools.explain.cost import (
-    Cost,
-    StepProfile,
-    all_reduce_cost,
-    broadcast_seconds,
-    gather_seconds,
-    scatter_seconds,
-)
-from mgpu_core.tools.explain.topology import HostMemory, Machine
+from mgpu_core.tools.explain.cost import Cost, all_reduce, broadcast, scatter
+from mgpu_core.tools.explain.step_profile import StepProfile
+from mgpu_core.tools.explain.topology import Topology
 
-__all__ = ["SCALINGS", "Plan", "Prediction", "exposed_seconds", "predict_step"]
+__all__ = ["SCALINGS", "Prediction", "exposed_seconds", "predict_step"]
 
 SCALINGS = ("weak", "strong")
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """How a step is carried to another size.
-
-    Attributes:
-        machine: on which.
-        scaling: ``weak``: each GPU keeps its rows; ``strong``: the batch keeps its rows, and GPUs share them.
-        overlap: buckets travel during backward; otherwise after it.
-        algorithm: of the all-reduce.
-    """
-
-    machine: Machine
-    scaling: str = "weak"
-    overlap: bool = True
-    algorithm: str = "auto"
-
-    def __post_init__(self) -> None:
-        """Raise ``ValueError`` for an unknown scaling."""
-        if self.scaling not in SCALINGS:
-            raise ValueError(f"unknown scaling {self.scaling!r}: wanted one of {', '.join(SCALINGS)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,78 +91,62 @@ def exposed_seconds(ready: Sequence[float], taken: Sequence[float], backward: fl
     return max(0.0, done - backward)
 
 
-def predict_step(profile: StepProfile, gpus: int, plan: Plan) -> Prediction:
+def predict_step(profile: StepProfile, gpus: int, topology: Topology, scaling: str = "weak") -> Prediction:
     """Predict the step on ``gpus`` GPUs, relative to one.
 
+    Args:
+        profile: recorded on GPUs of the same kind.
+        gpus: how many.
+        topology: their links.
+        scaling: ``weak``: each GPU keeps its rows; ``strong``: the batch keeps its rows, and GPUs share them.
+
     Raises:
-        ValueError: numbers that the machine cannot have (:meth:`Topology.shape`), or fewer rows than GPUs.
+        ValueError: numbers that the topology cannot have (:meth:`Topology.shape`), fewer rows than GPUs, or an unknown
+            scaling.
     """
-    single, found = _predict(profile, 1, plan), _predict(profile, gpus, plan)
+    if scaling not in SCALINGS:
+        raise ValueError(f"unknown scaling {scaling!r}: wanted one of {', '.join(SCALINGS)}")
+    topology.shape(gpus)  # refuses what it cannot have, also where nothing travels
+    single, found = (_predict(profile, count, topology, scaling) for count in (1, gpus))
     efficiency = found.rows_per_second / (gpus * single.rows_per_second)
     return replace(found, efficiency=efficiency)
 
 
-def _predict(profile: StepProfile, gpus: int, plan: Plan) -> Prediction:
-    scale = gpus / profile.ranks if plan.scaling == "weak" else 1.0  # of the whole batch
+def _predict(profile: StepProfile, gpus: int, topology: Topology, scaling: str) -> Prediction:
+    weak = scaling == "weak"
+    scale = gpus / profile.ranks if weak else 1.0  # of the whole batch
     rows = profile.rows * scale  # weak: as many a GPU as were recorded on the average
     if rows < gpus:
         raise ValueError(f"{gpus} GPUs share {rows:g} rows: some have none (--scaling weak keeps the rows of each)")
-    slower = _slowdown(profile, gpus, plan)
-    cost = [all_reduce_cost(plan.algorithm, gpus, bucket.nbytes, plan.machine) for bucket in profile.buckets]
-    exposed = _exposed(profile, cost, slower, plan)
-    total = sum(each.seconds for each in cost)
-    latency = exposed * sum(each.latency_s for each in cost) / total if total else 0.0
+    # Of the GPU with most rows.
+    slower = 1.0 if weak else ceil(profile.rows / gpus) / ceil(profile.rows / profile.ranks)
+    backward = slower * profile.backward_seconds
+    compute = slower * profile.forward_seconds + backward
+    exposed = _exposed(profile, gpus, topology, backward)
+    moved = [each for each in (profile.scatter_nbytes, profile.gather_nbytes) if each]
     return Prediction(
         gpus,
         rows,
-        compute_s=slower * (profile.forward_seconds + _turns(profile, plan) * profile.backward_seconds),
-        latency_s=latency,
-        transfer_s=exposed - latency,
+        compute_s=compute,
+        latency_s=exposed.latency_s,
+        transfer_s=exposed.transfer_s,
         update_s=profile.update_seconds,
-        broadcast_s=_broadcast(profile, gpus, plan),
-        input_s=_input(profile, gpus, scale, plan),
-        host_s=profile.host_overhead_seconds + _waiting(profile, gpus, slower, plan),
+        broadcast_s=broadcast(topology, gpus, profile.broadcast_nbytes) if profile.broadcast_nbytes else 0.0,
+        input_s=sum(scatter(topology, gpus, nbytes * scale) for nbytes in moved),
+        host_s=profile.host_overhead_seconds + _waiting(profile, min(gpus, topology.gpus_per_node), compute),
     )
 
 
-def _waiting(profile: StepProfile, gpus: int, slower: float, plan: Plan) -> float:
+def _exposed(profile: StepProfile, gpus: int, topology: Topology, backward: float) -> Cost:
+    """Return the part of the all-reduces that ends after so many seconds of backward, split as all of them are."""
+    cost = [all_reduce(topology, gpus, bucket.nbytes) for bucket in profile.buckets]
+    ready = [bucket.ready_fraction * backward for bucket in profile.buckets]
+    exposed = exposed_seconds(ready, [each.seconds for each in cost], backward)
+    total = sum(each.seconds for each in cost)
+    latency = exposed * sum(each.latency_s for each in cost) / total if total else 0.0
+    return Cost(latency, exposed - latency)
+
+
+def _waiting(profile: StepProfile, gpus: int, compute: float) -> float:
     """Return how much longer one process asks for the work of all its GPUs than each of them computes."""
-    if isinstance(plan.machine, HostMemory):
-        return 0.0  # CPU ranks compute in the threads that ask
-    of_a_process = min(gpus, plan.machine.gpus_per_node)
-    asked = of_a_process * profile.host_forward_seconds + profile.host_backward_seconds
-    return max(0.0, asked - slower * (profile.forward_seconds + profile.backward_seconds))
-
-
-def _input(profile: StepProfile, gpus: int, scale: float, plan: Plan) -> float:
-    """Return the cost of scatter and gather; without them it is zero."""
-    scatter = scatter_seconds(gpus, profile.scatter_nbytes * scale, plan.machine) if profile.scatter_nbytes else 0.0
-    return scatter + (gather_seconds(gpus, profile.gather_nbytes * scale, plan.machine) if profile.gather_nbytes else 0)
-
-
-def _broadcast(profile: StepProfile, gpus: int, plan: Plan) -> float:
-    """Return the cost of broadcasts; each node has a process that broadcasts to its own ranks, at the same time."""
-    if not profile.broadcast_nbytes:
-        return 0.0
-    ranks = gpus if isinstance(plan.machine, HostMemory) else plan.machine.shape(gpus)[1]
-    return broadcast_seconds(ranks, profile.broadcast_nbytes, plan.machine)
-
-
-def _turns(profile: StepProfile, plan: Plan) -> int:
-    """Return how many backwards take the time of one rank's: CPU ranks take turns, GPUs do not wait."""
-    return profile.backwards_in_turn if isinstance(plan.machine, HostMemory) else 1
-
-
-def _slowdown(profile: StepProfile, gpus: int, plan: Plan) -> float:
-    """Return the slowdown of the largest rank's compute: in proportion to its rows; CPU ranks share the cores."""
-    rows = 1.0 if plan.scaling == "weak" else ceil(profile.rows / gpus) / ceil(profile.rows / profile.ranks)
-    return rows * gpus / profile.ranks if isinstance(plan.machine, HostMemory) else rows
-
-
-def _exposed(profile: StepProfile, cost: Sequence[Cost], slower: float, plan: Plan) -> float:
-    """On the host nothing is hidden: the cores that add are those that compute."""
-    taken = [each.seconds for each in cost]
-    if not plan.overlap or isinstance(plan.machine, HostMemory):
-        return sum(taken)
-    backward = slower * profile.backward_seconds
-    return exposed_seconds([bucket.ready_fraction * backward for bucket in profile.buckets], taken, backward)
+    return max(0.0, gpus * profile.host_forward_seconds + profile.host_backward_seconds - compute)

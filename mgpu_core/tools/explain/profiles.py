@@ -6,7 +6,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from statistics import median
 
-from mgpu_core.tools.explain.enclosing import Enclosing
 from mgpu_core.tools.explain.phases import SUMS, UPDATE, Phase, covered, phases_of
 from mgpu_core.tools.explain.step_profile import Bucket, StepProfile
 from mgpu_core.tools.explain.steps import Step
@@ -20,21 +19,18 @@ _MODELLED = ("forward", "loss", "backward", *UPDATE, *SUMS, "scatter", "gather",
 
 def profile_of(step: Step, name: str) -> StepProfile:
     """See :meth:`mgpu_core.tools.explain.trace.Trace.profile`."""
-    joints, joint_nbytes = _joints(step)
-    if step.schedules or joints:  # one module, in parts
-        forward, loss, backward, in_turn = _total(step, "forward"), 0.0, _total(step, "backward"), 1
-    else:
-        forward, loss = (_seconds(step, each) for each in ("forward", "loss"))
-        backward, in_turn = _backward(step)
+    if step.schedules or _spans(step, "meet"):
+        raise ValueError(f"step {step.number} ({step.name}) ran over a Pipeline or a TensorParallel: none is predicted")
+    forward, loss = (_seconds(step, each) for each in ("forward", "loss"))
+    backward = _backward(step)
     if not forward or not backward:
         raise ValueError(f"step {step.number} ({step.name}) has no forward and backward to predict other sizes from")
-    rows = next((sum(cut.counts) for cut in step.cuts if cut.step == "scatter"), 0)
     host_forward, host_backward = _host_seconds(step)
     phases = phases_of(step)
     return StepProfile(
         name=name,
-        ranks=1 if step.schedules or joints else max(1, len(step.devices)),
-        rows=rows or int(joints > 0),
+        ranks=max(1, len(step.devices)),
+        rows=next((sum(cut.counts) for cut in step.cuts if cut.step == "scatter"), 0),
         forward_seconds=forward + loss,
         backward_seconds=backward,
         update_seconds=_covered_ns(phases, UPDATE) / 1e9,
@@ -43,28 +39,10 @@ def profile_of(step: Step, name: str) -> StepProfile:
         buckets=_buckets(step),
         host_overhead_seconds=(step.end_ns - step.begin_ns - _covered_ns(phases, _MODELLED)) / 1e9,
         broadcast_nbytes=_broadcast_nbytes(phases),
-        backwards_in_turn=in_turn,
         host_forward_seconds=host_forward,
         host_backward_seconds=host_backward,
-        border_nbytes=max((border[2] for each in step.schedules for border in each.borders), default=0),
-        joints=joints,
-        joint_nbytes=joint_nbytes,
         device=next((device.split(":")[0] for device in step.devices if device), ""),
     )
-
-
-def _joints(step: Step) -> tuple[int, int]:
-    """Return the joints of a forward whose layers are cut, and the bytes of a rank that they all-reduce.
-
-    A rank that gathers the others' columns receives half of what an all-reduce of them all would bring it.
-    """
-    end = max((span.end_ns for span in _spans(step, "forward")), default=0)
-    meets = [span for span in _spans(step, "meet") if span.end_ns <= end]
-    enclosing = Enclosing(meets)
-    inside = [call for call in step.collectives if enclosing.span(call.thread, "meet", call.host_begin_ns)]
-    summed = sum(max(call.nbytes) for call in inside if call.operation == "all_reduce")
-    gathered = sum(sum(call.nbytes) for call in inside if call.operation == "gather")
-    return len(meets), summed + gathered // (2 * max(1, len(step.devices)))
 
 
 def _spans(step: Step, name: str) -> list[Span]:
@@ -77,19 +55,15 @@ def _seconds(step: Step, name: str) -> float:
     return median((span.end_ns - span.begin_ns) / 1e9 for span in spans) if spans else 0.0
 
 
-def _total(step: Step, name: str) -> float:
-    return sum(span.end_ns - span.begin_ns for span in _spans(step, name)) / 1e9
-
-
-def _backward(step: Step) -> tuple[float, int]:
-    """Return the median rank's seconds, all its runs together; and how many ranks ran one after the other.
+def _backward(step: Step) -> float:
+    """Return the median rank's seconds, all its runs together.
 
     One call for all ranks runs those of a device in turn: each has its part of it.
     """
     joint = [span for span in _spans(step, "backward") if span.rank == ALL_RANKS]
     crowd = max(Counter(filter(None, step.devices)).values(), default=1) if joint else 1
-    of_rank, turns = _own_backwards([span for span in _spans(step, "backward") if span.rank != ALL_RANKS])
-    return _together(joint) / crowd + median(of_rank or [0.0]), max(crowd, turns)
+    of_rank = _own_backwards([span for span in _spans(step, "backward") if span.rank != ALL_RANKS])
+    return _together(joint) / crowd + median(of_rank or [0.0])
 
 
 def _host_seconds(step: Step) -> tuple[float, float]:
@@ -107,8 +81,8 @@ def _host_seconds(step: Step) -> tuple[float, float]:
     return forward / len(step.devices) / 1e9, backward / max(Counter(step.devices).values()) / 1e9
 
 
-def _own_backwards(spans: Sequence[Span]) -> tuple[list[float], int]:
-    """Return the seconds of each rank, and how many ran one after the other.
+def _own_backwards(spans: Sequence[Span]) -> list[float]:
+    """Return the seconds of each rank.
 
     The backwards that one thread of autograd runs take turns, node by node, so their spans cover each other's: each
     rank has its share of their union.
@@ -117,13 +91,11 @@ def _own_backwards(spans: Sequence[Span]) -> tuple[list[float], int]:
     for span in spans:
         of_thread[span.thread].append(span)
     of_rank: dict[int, float] = defaultdict(float)
-    most = 1
     for mine in of_thread.values():
         ranks = {span.rank for span in mine}
-        most = max(most, len(ranks))
         for rank in ranks:
             of_rank[rank] += _together(mine) / len(ranks)
-    return list(of_rank.values()), most
+    return list(of_rank.values())
 
 
 def _together(spans: Iterable[Span]) -> float:

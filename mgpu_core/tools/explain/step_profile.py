@@ -53,11 +53,7 @@ class StepProfile:
         buckets: in the order in which they are all-reduced.
         host_overhead_seconds: the rest of the step: Python, launches, waiting.
         broadcast_nbytes: of one rank, that rank 0 gives all others in each step: parameters and buffers of the drop-in.
-        border_nbytes: the most that crossed forward between two stages of a pipeline, for all rows; 0: not known.
-        joints: layers after which the ranks of a TensorParallel meet in a forward; 0: not known.
-        joint_nbytes: of one rank, all-reduced by them together.
         device: the kind of device of the recorded ranks, such as ``cpu`` or ``cuda``; empty: unknown.
-        backwards_in_turn: ranks whose backwards ran one after another, as CPU ranks of the drop-in do; 1: none waited.
         host_forward_seconds: in which the host asks a GPU for a rank's forward and loss; 0: not known, or a CPU rank.
         host_backward_seconds: of a rank's backward.
     """
@@ -73,26 +69,22 @@ class StepProfile:
     buckets: tuple[Bucket, ...]
     host_overhead_seconds: float = 0.0
     broadcast_nbytes: int = 0
-    backwards_in_turn: int = 1
     host_forward_seconds: float = 0.0
     host_backward_seconds: float = 0.0
     device: str = ""
-    border_nbytes: int = 0
-    joints: int = 0
-    joint_nbytes: int = 0
 
     def __post_init__(self) -> None:
         """Raise ``ValueError``, naming the field, for impossible values."""
-        for name in ("name", "device"):
-            if not isinstance(getattr(self, name), str):
-                raise ValueError(f"{name} must be a string, not {getattr(self, name)!r}")
-        for name in ("ranks", "rows", "backwards_in_turn"):
-            _check_whole(name, getattr(self, name), least=1)
-        for name in ("scatter_nbytes", "gather_nbytes", "broadcast_nbytes", "border_nbytes", "joints", "joint_nbytes"):
-            _check_whole(name, getattr(self, name), least=0)
-        seconds = ("forward_seconds", "backward_seconds", "update_seconds", "host_overhead_seconds")
-        for name in (*seconds, "host_forward_seconds", "host_backward_seconds"):
-            _check_number(name, getattr(self, name))
+        for name in (each.name for each in fields(self)):
+            value = getattr(self, name)
+            if name.endswith("_seconds"):
+                _check_number(name, value)
+            elif name.endswith("_nbytes"):
+                _check_whole(name, value, least=0)
+            elif name in ("ranks", "rows"):
+                _check_whole(name, value, least=1)
+            elif name != "buckets" and not isinstance(value, str):
+                raise ValueError(f"{name} must be a string, not {value!r}")
         if self.forward_seconds + self.backward_seconds == 0:
             raise ValueError("forward_seconds and backward_seconds are both 0: nothing was computed")
         if self.ranks > self.rows:

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from mgpu_core.tools.explain.topology import Machine
 from mgpu_core.trace.buffer import WholeStep
 from mgpu_core.trace.events import (
     ALL_RANKS,
@@ -169,13 +168,11 @@ class Recorded:
         steps: in order.
         dropped: number of events that were over the limit.
         environment: versions and names of the machine, for headers.
-        machine: the machine whose constants predict collectives on tables and pages; ``None``: no predictions.
     """
 
     steps: list[Step] = field(default_factory=list)
     dropped: int = 0
     environment: dict[str, str] = field(default_factory=dict)
-    machine: Machine | None = None
 
 
 def steps_of(events: Iterable[Event], whole_steps: Mapping[int, WholeStep]) -> list[Step]:

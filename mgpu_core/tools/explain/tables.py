@@ -8,11 +8,9 @@ from statistics import median
 from mgpu_core.support.tables import Lines, Table, human_nbytes, human_seconds
 from mgpu_core.tools.explain.batches import Batch, batches_of, served_times, servers_of
 from mgpu_core.tools.explain.phases import Phase, outside, phases_of
-from mgpu_core.tools.explain.predicted import predicted_seconds
 from mgpu_core.tools.explain.scene import plural
 from mgpu_core.tools.explain.steps import Step
 from mgpu_core.tools.explain.timeline import Timeline, timelines_of
-from mgpu_core.tools.explain.topology import Machine
 
 __all__ = [
     "INFERENCE_LEGEND",
@@ -26,11 +24,10 @@ __all__ = [
 ]
 
 
-def table(step: Step, environment: Mapping[str, str], machine: Machine | None = None, dropped: int = 0) -> Lines:
+def table(step: Step, environment: Mapping[str, str], dropped: int = 0) -> Lines:
     """Return a header, a table with a line per phase, and a legend.
 
-    With a machine, there are two more columns: the measured and the predicted time of the collectives.  A step of
-    batches has no phases: :func:`inference_table` has its numbers.
+    A step of batches has no phases: :func:`inference_table` has its numbers.
     """
     ranks = plural(len(step.devices), "stage" if step.schedules else "rank")
     team = ", ".join(device or "not seen" for device in step.devices) or "none known"
@@ -40,11 +37,11 @@ def table(step: Step, environment: Mapping[str, str], machine: Machine | None = 
         *(f"{name}: {value}" for name, value in environment.items()),
     ]
     if not batches_of(step):
-        rows = phase_rows(step, machine)
+        rows = phase_rows(step)
         lines += ["", Table(rows)]
         for each in timelines_of(step):
             lines += ["", *pipeline_lines(each)]
-        lines += ["", *legend(rows, machine)]
+        lines += ["", *legend(rows)]
     if dropped:
         lines.append(f"{dropped} events more were too many to keep: the last step may be a part of one.")
     return lines
@@ -57,25 +54,22 @@ def seconds_of(step: Step) -> float:
     return (end - begin) / 1e9
 
 
-def phase_rows(step: Step, machine: Machine | None = None) -> list[tuple[str, ...]]:
+def phase_rows(step: Step) -> list[tuple[str, ...]]:
     """Return the cells of :func:`table`, with a header: a row per phase, and below them the time in no phase.
 
     Columns without a value are left out.
     """
     phases = phases_of(step)
     shown = [*phases, *outside(step, phases)]
-    rows = [_HEAD + (_MORE if machine else ()), *(_row(phase, machine) for phase in shown)]
+    rows = [_HEAD, *map(_cells, shown)]
     kept = [column for column in zip(*rows, strict=True) if set(column[1:]) != {"-"}]
     return list(zip(*kept, strict=True))
 
 
-def legend(rows: Sequence[Sequence[str]], machine: Machine | None = None) -> list[str]:
+def legend(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return a line on each column and row of :func:`phase_rows` that does not explain itself."""
     shown = {*rows[0], *(row[0] for row in rows)}
-    lines = [f"{name}: {about}." for name, about in _ABOUT.items() if name in shown]
-    if machine:
-        lines.append(f"predicted: the collectives' own time by the cost model of {machine.name} (docs/cost_model.md).")
-    return lines
+    return [f"{name}: {about}." for name, about in _ABOUT.items() if name in shown]
 
 
 def pipeline_lines(run: Timeline) -> list[str]:
@@ -115,7 +109,6 @@ _WORKERS = {
     "caller": "workers: caller (all ranks ran one after the other in the caller's thread)",
 }
 _HEAD = ("phase", "ranks", "calls", "moved", "time", "share", "bus GB/s")
-_MORE = ("collectives", "predicted")
 INFERENCE_LEGEND = (
     "time: of a batch, median.  oldest waited: the oldest request of a batch, in the queue, median and most."
 )
@@ -131,15 +124,6 @@ _ABOUT = {
     "after the last phase": "no phase; the step ends, and returns to your script",
     "your script": "no phase; code outside of mgpu_core's calls: the loss, other layers, and autograd's own work",
 }
-
-
-def _row(phase: Phase, machine: Machine | None) -> tuple[str, ...]:
-    cells = _cells(phase)
-    if machine is None:
-        return cells
-    predicted = predicted_seconds(phase.collectives, machine)
-    own = human_seconds(phase.collective_seconds) if phase.collectives else "-"
-    return *cells, own, "-" if predicted is None else human_seconds(predicted)
 
 
 def _cells(phase: Phase) -> tuple[str, ...]:

@@ -9,20 +9,12 @@ from mgpu_core.support.html import html_frame, html_table, html_text
 from mgpu_core.support.tables import Lines, human_seconds, text_of
 from mgpu_core.tools.explain.batches import Batch, batches_of
 from mgpu_core.tools.explain.environ import environment
-from mgpu_core.tools.explain.fit import this_host
 from mgpu_core.tools.explain.page import page_of, write_page
 from mgpu_core.tools.explain.perfetto import write_trace
 from mgpu_core.tools.explain.profiles import profile_of
 from mgpu_core.tools.explain.step_profile import StepProfile
 from mgpu_core.tools.explain.steps import BATCHES, CALLS, Recorded, Step, steps_of
-from mgpu_core.tools.explain.tables import (
-    inference_rows,
-    inference_table,
-    phase_rows,
-    seconds_of,
-    table,
-)
-from mgpu_core.tools.explain.topology import Machine
+from mgpu_core.tools.explain.tables import inference_rows, inference_table, phase_rows, seconds_of, table
 from mgpu_core.trace.buffer import TraceBuffer
 
 __all__ = ["Trace"]
@@ -46,20 +38,6 @@ class Trace(Recorded):
         """The batches of all predictors, by the time at which they left the queue."""
         return [batch for step in self.steps if step.name == BATCHES for batch in batches_of(step)]
 
-    def predict(self, machine: Machine | None = None) -> None:
-        """Show the cost model's prediction next to each collective's time, in tables and pages from now on.
-
-        Args:
-            machine: whose constants to use, see :func:`mgpu_core.tools.explain.topology.parse_topology`; ``None``: this
-                machine's memory, shared by CPU ranks, measured for some seconds at the first use.
-
-        Raises:
-            ValueError: no machine is named, and there are ranks elsewhere than on the CPU.
-        """
-        if machine is None and any(device not in ("cpu", "") for step in self.steps for device in step.devices):
-            raise ValueError("name a topology: only the memory that CPU ranks share can be measured by itself")
-        self.machine = this_host() if machine is None else machine
-
     def table(self, number: int | None = None) -> str:
         """Return one step as a table for the terminal: bytes moved, time, share of the step, bus bandwidth.
 
@@ -75,7 +53,7 @@ class Trace(Recorded):
 
     def lines(self, number: int | None = None) -> Lines:
         """Return the lines and tables of :meth:`table`."""
-        return [*table(self.step(number), self.environment, self.machine, self.dropped), *inference_table(self.batches)]
+        return [*table(self.step(number), self.environment, self.dropped), *inference_table(self.batches)]
 
     def save_trace(self, path: str | Path) -> None:
         """Write all steps as a trace for https://ui.perfetto.dev or ``chrome://tracing``: a track per rank and stream.
@@ -107,13 +85,13 @@ class Trace(Recorded):
         except ValueError as error:  # nothing was recorded, or a step is too large for a page
             parts = [html_text(str(error))]
         if self.steps and self.step().name != BATCHES:
-            parts.append(html_table(phase_rows(self.step(), self.machine)))
+            parts.append(html_table(phase_rows(self.step())))
         if self.batches:
             parts.append(html_table(inference_rows(self.batches)))
         return "".join(parts)
 
     def profile(self, number: int | None = None, name: str = "recorded step") -> StepProfile:
-        """Return one training step as numbers, from which :mod:`mgpu_core.tools.explain.cost` predicts other sizes.
+        """Return one training step as numbers, from which :mod:`mgpu_core.tools.explain.predict` predicts other sizes.
 
         Args:
             number: negative ones count from the last; ``None``: the last that has made an update, where any has (with
@@ -122,7 +100,8 @@ class Trace(Recorded):
 
         Raises:
             IndexError: there is no such step.
-            ValueError: the step has no forward and backward of its own.
+            ValueError: the step has no forward and backward of its own, or it ran over a Pipeline or a
+                TensorParallel.
         """
         if number is None:
             updates = [step.number for step in self.steps if any(each.step == "update" for each in step.spans)]

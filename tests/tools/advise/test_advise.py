@@ -20,7 +20,6 @@ from mgpu_core.tools.advise.plan import plan_of
 from mgpu_core.tools.advise.result import Advice
 from mgpu_core.tools.advise.shares import StepShares
 from mgpu_core.tools.advise.strategies import DROP_IN, ENGINE, ONE
-from mgpu_core.tools.explain.step_profile import StepProfile
 
 pytestmark = pytest.mark.slow
 
@@ -80,7 +79,7 @@ def test_the_numbers(advice):
 
 def test_the_recommendation_knows_the_reason(monkeypatch):
     slow = StepShares(1.0, 0.3, 0.0, 0.6, 0.1, 0.0, 0.0)
-    seen = Seen(slow, StepProfile("net", 2, 8, 1.0, 1.0, 1.0, 0, 0, ()), ())
+    seen = Seen(slow, ())
     monkeypatch.setattr("mgpu_core.tools.advise.measure.record_steps", lambda *_: seen)
     found = advised(plan(), by_hand)
     assert found.reason.name == "update"

@@ -7,14 +7,12 @@ from mgpu_core.tools.advise.break_even import BreakEven, break_even
 from mgpu_core.tools.advise.data import Measurement
 from mgpu_core.tools.advise.host_share import HostShare
 from mgpu_core.tools.advise.reasons import COMMUNICATION, COMPUTE, IMBALANCE, INPUT, LAUNCH, UNKNOWN, UPDATE, reason_of
-from mgpu_core.tools.advise.recommend import Recommendation, Scaling, recommend
-from mgpu_core.tools.advise.scaling import assumed_topology, scaling_of
+from mgpu_core.tools.advise.recommend import Recommendation, recommend
 from mgpu_core.tools.advise.shares import StepShares, Times, shares_of, times_of
 from mgpu_core.tools.advise.strategies import CAPTURED, DROP_IN, ENGINE, ONE
 from mgpu_core.tools.advise.surroundings import busy_notes
 from mgpu_core.tools.advise.text import spread
 from mgpu_core.tools.explain.phases import covered
-from mgpu_core.tools.explain.step_profile import StepProfile
 from mgpu_core.tools.explain.steps import Step
 from mgpu_core.trace.events import ALL_RANKS, NO_BUCKET, Collective, Span
 
@@ -164,12 +162,12 @@ def test_ranks_that_share_a_device_are_told_so():
 )
 def test_the_simplest_within_5_percent(medians, way):
     found = recommend(medians)
-    assert (found.way, found.machines) == (way, False)
+    assert found.way == way
     assert found.text.startswith(f"{way}: ")
 
 
 def test_texts_of_recommendations():
-    assert recommend({}) == Recommendation("", False, "None: no way could be measured.")
+    assert recommend({}) == Recommendation("", "None: no way could be measured.")
     assert recommend({ONE: 1.0, ENGINE: 2.0}).text == "one device: 1 s a step. Keep the plain loop."
     text = recommend({ONE: 2.0, DROP_IN: 1.03, ENGINE: 1.0}).text
     assert "1.94 times as fast as one device; TrainStep is 3% faster" in text
@@ -213,47 +211,6 @@ def test_more_gpus_than_the_host_keeps_busy_are_told(gpus, told):
     assert told in text
     none = recommend(medians, gpus=2, host=HostShare(16, 12.0, 12.0, 15.5)).text
     assert "with 16 rows each, one process keeps not even one GPU busy" in none
-
-
-GOOD = Scaling("nvlink4+ib-hdr200", 4, 0.75)
-
-
-@pytest.mark.parametrize(
-    ("engine_s", "gpus", "scaling", "machines"),
-    [
-        (0.6, 2, GOOD, True),  # 1.67 of 2: 83 %
-        (0.65, 2, GOOD, False),  # 77 %
-        (0.6, 0, GOOD, False),  # no GPUs
-        (0.6, 1, GOOD, False),
-        (0.6, 2, Scaling("pcie4+eth-100g", 4, 0.69), False),
-        (0.6, 2, None, False),
-    ],
-)
-def test_several_machines_where_one_scales_and_two_would(engine_s, gpus, scaling, machines):
-    found = recommend({ONE: 1.0, ENGINE: engine_s}, gpus=gpus, scaling=scaling)
-    assert found.machines is machines
-    assert ("TrainStep(process_group=...)" in found.text) is machines
-    assert ("nvlink4+ib-hdr200 (assumed)" in found.text) is machines
-
-
-@pytest.mark.parametrize(
-    ("gpu", "topology"),
-    [
-        ("NVIDIA H100 80GB HBM3", "nvlink4+ib-hdr200"),
-        ("NVIDIA A100-SXM4-80GB", "nvlink3+ib-hdr200"),
-        ("NVIDIA A100-PCIE-40GB", "pcie4+eth-100g"),
-        ("NVIDIA H100 PCIe", "pcie4+eth-100g"),
-        ("NVIDIA GeForce RTX 4090", "pcie4+eth-100g"),
-    ],
-)
-def test_the_topology_is_assumed_from_the_gpus_name(gpu, topology):
-    assert assumed_topology(gpu) == topology
-
-
-def test_two_machines_are_twice_the_gpus():
-    profile = StepProfile("net", 2, 64, 1.0, 2.0, 0.1, 0, 0, ())
-    found = scaling_of(profile, ["NVIDIA H100 80GB HBM3"] * 2)
-    assert (found.topology, found.gpus, found.efficiency) == ("nvlink4+ib-hdr200", 4, 1.0)
 
 
 def test_the_spread_is_the_middle_measurements():

@@ -5,19 +5,17 @@ import json
 
 import pytest
 
-from mgpu_core.tools.explain.cost import Bucket, StepProfile
-from mgpu_core.tools.explain.example_steps import EXAMPLES
+from mgpu_core.tools.explain.step_profile import Bucket, StepProfile
 
-STEP = StepProfile("net", 2, 64, 0.25, 0.5, 0.125, 1000, 0, (Bucket(400, 0.5), Bucket(600, 1.0)), 0.0625, 5000, 2)
+STEP = StepProfile("net", 2, 64, 0.25, 0.5, 0.125, 1000, 0, (Bucket(400, 0.5), Bucket(600, 1.0)), 0.0625, 5000, 0.25)
 
 
-@pytest.mark.parametrize("step", [STEP, *EXAMPLES.values()], ids=lambda step: step.name)
-def test_there_and_back(step):
-    assert StepProfile.from_json(step.to_json()) == step
+def test_there_and_back():
+    assert StepProfile.from_json(STEP.to_json()) == STEP
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("host_overhead_seconds", 0.0), ("broadcast_nbytes", 0), ("backwards_in_turn", 1)]
+    ("name", "value"), [("host_overhead_seconds", 0.0), ("broadcast_nbytes", 0), ("host_forward_seconds", 0.0)]
 )
 def test_what_older_files_lack_may_be_left_out(name, value):
     content = json.loads(STEP.to_json())
@@ -39,7 +37,6 @@ def test_what_older_files_lack_may_be_left_out(name, value):
         ({"forward_seconds": 0, "backward_seconds": 0}, "both 0: nothing was computed"),
         ({"scatter_nbytes": -1}, "scatter_nbytes must be a whole number of at least 0"),
         ({"broadcast_nbytes": -1}, "broadcast_nbytes must be a whole number of at least 0"),
-        ({"backwards_in_turn": 0}, "backwards_in_turn must be a whole number of at least 1"),
         ({"name": 3}, "name must be a string, not 3"),
         ({"buckets": 3}, "buckets must be a list of objects"),
         ({"buckets": [3]}, "a bucket must be a JSON object, not 3"),

@@ -6,7 +6,7 @@ show that the formula around the number is right.
 
 import pytest
 
-from mgpu_core.tools.explain.cost import all_reduce_seconds, bus_bandwidth
+from mgpu_core.tools.explain.cost import all_reduce
 from mgpu_core.tools.explain.topology import parse_topology
 
 # NVIDIA/nccl-tests, issue 123, "Understanding the latency of NCCL": a DGX A100, NCCL_ALGO=Ring, sizes up to 128 bytes;
@@ -14,9 +14,14 @@ from mgpu_core.tools.explain.topology import parse_topology
 RING_LATENCY_US = {2: 10, 3: 13.76, 4: 16.88, 5: 20.8, 6: 25.2, 7: 29.5, 8: 33.7}
 
 
+def bus_bandwidth(topology, gpus, nbytes):
+    """Return nccl-tests' busbw in GB/s: 2 (n - 1) / n x bytes / seconds (doc/PERFORMANCE.md)."""
+    return 2 * (gpus - 1) / gpus * nbytes / all_reduce(parse_topology(topology), gpus, nbytes).seconds / 1e9
+
+
 @pytest.mark.parametrize("gpus", RING_LATENCY_US)
 def test_the_latency_of_a_ring(gpus):
-    seconds = all_reduce_seconds("ring", gpus, 8, parse_topology("nvlink3"))
+    seconds = all_reduce(parse_topology("nvlink3"), gpus, 8).seconds
     assert 1 / 1.1 < seconds * 1e6 / RING_LATENCY_US[gpus] < 1.1
 
 
@@ -42,14 +47,12 @@ def test_the_latency_of_a_ring(gpus):
     ],
 )
 def test_the_bus_bandwidth_of_a_ring(topology, gpus, nbytes, busbw, factor):
-    seconds = all_reduce_seconds("ring", gpus, nbytes, parse_topology(topology))
-    assert 1 / factor < bus_bandwidth(gpus, nbytes, seconds) / 1e9 / busbw < factor
+    assert 1 / factor < bus_bandwidth(topology, gpus, nbytes) / busbw < factor
 
 
 def test_where_the_model_is_known_to_miss():
     """In-switch sums (NVLS) on 8 H100: 480 GB/s (NVIDIA/nccl-tests, issue 212); 8 GPUs on PCIe 5.0 below several host
     bridges: 28 GB/s (NVIDIA/nccl, issue 1639).  Neither is modelled; docs/cost_model.md says so with these factors."""
-    at = {name: parse_topology(name) for name in ("nvlink4", "pcie5")}
-    found = {name: bus_bandwidth(8, 8 << 30, all_reduce_seconds("ring", 8, 8 << 30, at[name])) / 1e9 for name in at}
+    found = {name: bus_bandwidth(name, 8, 8 << 30) for name in ("nvlink4", "pcie5")}
     assert 480 / found["nvlink4"] == pytest.approx(1.3, abs=0.02)
     assert found["pcie5"] / 28 == pytest.approx(1.7, abs=0.02)

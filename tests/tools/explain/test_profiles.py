@@ -2,14 +2,13 @@
 
 import pytest
 
-from mgpu_core.tools.explain.predict import Plan, predict_step
+from mgpu_core.tools.explain.predict import predict_step
 from mgpu_core.tools.explain.profiles import profile_of
 from mgpu_core.tools.explain.steps import Step
-from mgpu_core.tools.explain.topology import HostMemory, Link, Tier, Topology
+from mgpu_core.tools.explain.topology import Link, Topology
 from mgpu_core.trace.events import ALL_RANKS, NO_BUCKET, Collective, Cut, Mark, Span
 
-FREE = (Tier(None, 1e-30),)  # a byte costs so little that it is gone beside a second
-HOST = HostMemory(0.0, 0.0, FREE, FREE)
+FREE = Topology("free", Link(0.0, 1e30))  # a byte costs so little that it is gone beside a second
 S = 10**9
 
 
@@ -57,13 +56,12 @@ def test_the_host_has_what_no_part_of_a_prediction_has():
     assert found.host_overhead_seconds == 100 - 10 - 70 - 12
     assert found.update_seconds == 12
     assert (found.forward_seconds, found.backward_seconds) == (15.5 + 1, 44)
-    assert (found.broadcast_nbytes, found.backwards_in_turn) == (0, 1)
+    assert found.broadcast_nbytes == 0
 
 
 def test_the_parts_of_a_step_are_no_longer_than_it():
     found = profile_of(Step(0, "train_step", engine()), "net")
-    predicted = predict_step(found, 2, Plan(HOST))
-    assert predicted.step_s == 16.5 + 44 + 12 + 8
+    assert predict_step(found, 2, FREE).step_s == 16.5 + 44 + 12 + 8
 
 
 def drop_in(threads):
@@ -93,10 +91,10 @@ def test_the_drop_ins_broadcasts_and_movements_are_not_the_hosts():
     assert (found.scatter_nbytes, found.gather_nbytes) == (32, 32)
 
 
-@pytest.mark.parametrize(("threads", "seconds", "turns"), [([1, 1], 20, 2), ([1, 2], 34, 1)])
-def test_ranks_whose_backward_one_thread_runs_share_its_time(threads, seconds, turns):
+@pytest.mark.parametrize(("threads", "seconds"), [([1, 1], 20), ([1, 2], 34)])
+def test_ranks_whose_backward_one_thread_runs_share_its_time(threads, seconds):
     found = profile_of(Step(0, "data_parallel", drop_in(threads)), "net")
-    assert (found.backward_seconds, found.backwards_in_turn) == (seconds, turns)
+    assert found.backward_seconds == seconds
 
 
 def test_runs_of_a_shared_thread_add_up():
@@ -118,14 +116,7 @@ def test_one_backward_for_all_ranks_is_shared_by_those_of_a_device(devices, seco
         span("backward", ALL_RANKS, 10, 50),
     ]
     found = profile_of(Step(0, "train_step", events), "net")
-    assert (found.backward_seconds, found.backwards_in_turn) == (seconds, 40 // seconds)
-
-
-def test_backwards_that_took_turns_do_so_on_the_host_again():
-    found = profile_of(Step(0, "data_parallel", drop_in([1, 1])), "net")
-    links = Topology("free", Link(0.0, FREE))
-    assert [predict_step(found, gpus, Plan(HOST)).compute_s for gpus in (1, 2, 4)] == [30, 60, 120]
-    assert [predict_step(found, gpus, Plan(links)).compute_s for gpus in (1, 2, 4)] == [40, 40, 40]
+    assert found.backward_seconds == seconds
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,14 @@ from importlib import import_module
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional
 
 import mgpu_core
 from mgpu_core import comm
 from mgpu_core.tools.explain.perfetto import trace_of
 from mgpu_core.tools.explain.phases import bus_gbps, moved_nbytes, phases_of
+from mgpu_core.tools.explain.scenes import scenes_of
 from mgpu_core.trace import tracer
 from mgpu_core.trace.events import Collective
 
@@ -292,6 +294,42 @@ def test_what_has_no_profile():
         trace.profile()
     with pytest.raises(IndexError, match="the trace has 1 step, and no step 3"):
         trace.table(3)
+
+
+def test_a_module_in_parts_has_no_profile():
+    module = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+    pipe = mgpu_core.Pipeline(module, ["cpu"] * 2, chunks=3)
+    step = mgpu_core.TrainStep(pipe, functional.mse_loss, torch.optim.SGD(module.parameters(), 0.1))
+    with mgpu_core.explain() as trace:
+        step(torch.ones(6, 4), torch.ones(6, 2))
+    with pytest.raises(ValueError, match=r"step 0 .* ran over a Pipeline or a TensorParallel: none is predicted"):
+        trace.profile()
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.out = nn.Linear(4, 6), nn.Linear(6, 4), nn.Linear(4, 8)
+
+    def forward(self, x):
+        return self.out(self.down(self.up(x)))
+
+
+def test_a_step_whose_layers_are_cut():
+    plan = {"up": "column", "down": "row", "out": "column_gathered"}
+    tp = mgpu_core.TensorParallel(Block(), ["cpu"] * 2, plan)
+    with mgpu_core.explain() as trace:
+        tp(torch.ones(5, 4)).sum().backward()
+    step = trace.step()
+    assert (step.name, step.devices) == ("tensor_parallel", ("cpu", "cpu"))
+    assert sorted(span.rank for span in step.spans if span.step == "forward") == [0, 1]
+    assert [call.operation for call in step.collectives].count("all_reduce") == 2  # of the row, forward and backward
+    assert [scene["title"] for scene in scenes_of(step) if "all_reduce" in scene["title"]] == [
+        "all_reduce (direct): the outputs of down are all-reduced",
+        "all_reduce (direct): tensors are all-reduced",
+    ]
+    with pytest.raises(ValueError, match="none is predicted"):
+        trace.profile()
 
 
 def test_nothing_was_recorded(tmp_path):

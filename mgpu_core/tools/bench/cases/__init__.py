@@ -1,8 +1,7 @@
-"""One small file a case: the measured call, its peers, and how results are verified.
+"""The cases: the measured call, its peers, and how results are verified.
 
-A file here holds one `CASE`. The collectives share one implementation (`collective_case`), so theirs hold three
-functions - ours, the torch loop, gloo - and a closed form of the result. The kernels share another (`kernel_case`):
-theirs hold the tensors of a row and the ways to do its work on them.
+Most files hold one `CASE`.  Two hold a table of `CASES`: `collectives`, whose rows are three ways to do one and the
+closed form of its result, and `kernels`, whose rows are the tensors of a problem and the ways to do its work on them.
 """
 
 import importlib
@@ -13,6 +12,9 @@ from mgpu_core.tools.bench.titles import TITLES
 if TYPE_CHECKING:
     from mgpu_core.tools.bench.case import Case
 
+COLLECTIVES = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "scatter", "gather")
+KERNELS = ("sgd", "adamw", "pack", "unpack", "sum_ranks", "scale_cast", "l2_norm")
+_tables = dict.fromkeys(COLLECTIVES, "collectives") | dict.fromkeys(KERNELS, "kernels")
 _elsewhere: dict[str, str] = {}  # modules of cases that are not in this folder
 
 
@@ -23,5 +25,6 @@ def add(name: str, title: str, module: str) -> None:
 
 def load(name: str) -> "Case":
     """Return the case of that name."""
-    case: Case = importlib.import_module(_elsewhere.get(name, f"mgpu_core.tools.bench.cases.{name}")).CASE
+    module = importlib.import_module(_elsewhere.get(name, f"mgpu_core.tools.bench.cases.{_tables.get(name, name)}"))
+    case: Case = module.CASES[name] if name in _tables else module.CASE
     return case

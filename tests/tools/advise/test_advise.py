@@ -102,7 +102,7 @@ def test_the_text(advice):
 def test_the_hosts_share_is_told(advice):
     found = dataclasses.replace(advice, host=HostShare(32, 4.1e-3, 3.6e-3, 15.5e-3))
     assert (
-        "host: 4.1 ms a rank for forward and loss, 3.6 ms for backward, where its GPU needs 15.5 ms for 32 rows: "
+        "host: 4.1 ms a rank for forward and loss, 3.6 ms for backward; GPU: 15.5 ms for 32 rows: "
         "one process keeps 2 GPUs busy"
     ) in str(found).splitlines()
     assert Advice.from_json(found.to_json()) == found

@@ -85,8 +85,8 @@ def notes_of(advice: AdviceData) -> list[str]:
 def _host(host: HostShare) -> str:
     gpus = f"{host.gpus} GPUs" if host.gpus > 1 else "one GPU" if host.gpus else "not even one GPU"
     return (
-        f"host: {human_seconds(host.forward_s)} a rank for forward and loss, {human_seconds(host.backward_s)} for backward"
-        f"; GPU: {human_seconds(host.device_s)} for {host.rows} rows: one process keeps {gpus} busy"
+        f"host: {human_seconds(host.forward_s)} a rank for forward and loss, {human_seconds(host.backward_s)} for "
+        f"backward; GPU: {human_seconds(host.device_s)} for {host.rows} rows: one process keeps {gpus} busy"
     )
 
 

@@ -466,6 +466,8 @@ LONGEST = 60.0
 def _in_child(row: Callable[[Bench], None], device: str, figures: Connection) -> None:
     """Measure a row, and send its figures, also those before an error."""
     bench = Bench(device)
+    if not bench.is_gpu:
+        torch.set_num_threads(1)  # a dry run, beside other work: threads of torch would wait for each other
     try:
         row(bench)
     finally:

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from mgpu_core.pipeline.weights import parameters_on_meta
     from mgpu_core.ranks.team import Team
     from mgpu_core.step.train_step import TrainStep
-    from mgpu_core.tensor_parallel.embedding import ParallelEmbedding
-    from mgpu_core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
     from mgpu_core.tensor_parallel.module import TensorParallel
     from mgpu_core.tools.advise import advise
     from mgpu_core.tools.explain.recorder import explain
@@ -44,17 +42,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BackendUnavailable",
-    "ColumnParallelLinear",
     "CudaError",
     "DataParallel",
     "DeviceLoader",
     "Error",
     "NcclError",
-    "ParallelEmbedding",
     "Pipeline",
     "Predictor",
     "Replicate",
-    "RowParallelLinear",
     "Rows",
     "SyncBatchNorm",
     "Team",
@@ -98,8 +93,6 @@ _HOMES = {
     "pipeline.weights": ["parameters_on_meta"],
     "tools.run": ["replacing_torch"],
     "parallel.sync_batchnorm": ["SyncBatchNorm", "convert_sync_batchnorm"],
-    "tensor_parallel.embedding": ["ParallelEmbedding"],
-    "tensor_parallel.linear": ["ColumnParallelLinear", "RowParallelLinear"],
     "tensor_parallel.module": ["TensorParallel"],
     "data.tensor_loader": ["TensorLoader"],
     "step.train_step": ["TrainStep"],

@@ -11,7 +11,6 @@ from mgpu_core.errors import Error
 from mgpu_core.parallel.label_watch import OF_A_STEP, LabelWatch
 from mgpu_core.pipeline.module import Pipeline
 from mgpu_core.ranks.random import random_numbers_kept
-from mgpu_core.ranks.team import Team
 from mgpu_core.ranks.worker_choice import WorkerChoice
 from mgpu_core.step.checkpoint import load_state
 from mgpu_core.step.cuda_graphs import CapturedSteps
@@ -84,7 +83,7 @@ class StepParts:
         self.in_shards = options.shard_optimizer and len(devices) > 1
         self.communication = Communication(options, len(devices) if self.in_shards else 1, processes)
         self.keeps_accumulating = False
-        has_parts = len(team) > 1 or bool(options.pipeline_devices)
+        has_parts = len(team) > 1 or isinstance(options.module, Pipeline)
         is_exact = options.loss_fn is None or LossWeights(options.loss_fn).are_exact
         self.calls, self.next_check = 0, int(has_parts and options.loss_on == "ranks" and not is_exact)
         is_mean = options.loss_fn is None and options.reduction == "mean"
@@ -102,9 +101,7 @@ class StepParts:
         self.replicas = Replicas(options.module, team)
         static = options.static_graph or options.capture
         self.net = RankModules(options.module, team, self.replicas.parameters, static=static)
-        lists = options.pipeline_devices
-        ends = Team.of([each[-1] for each in lists]) if lists else team
-        loss = loss_of_ranks(options.loss_fn, ends, static=static)
+        loss = loss_of_ranks(options.loss_fn, team, static=static)
         self.modules = [self.net, *([loss] if isinstance(loss, RankModules) else [])]
         tree = self.net.tree
         if options.workers == "caller" and tree.ranks_meet and len(team) > 1:
@@ -121,7 +118,7 @@ class StepParts:
         parts = options, self.replicas, self.net, loss, rng, self.choice, self.split_plan
         self.passes = ForwardBackward(*parts)
         if isinstance(options.module, Pipeline):
-            self.passes = PipelinePasses(options.module, lists[1:], *parts)
+            self.passes = PipelinePasses(options.module, *parts)
         self.update = Update(
             self.replicas, self.gradients, self.optimizer_step, self.loss_scale, processes,
             BufferSnapshot(self.modules), steps,

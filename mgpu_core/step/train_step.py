@@ -31,7 +31,6 @@ from mgpu_core.step.options import (
     check_device,
     check_module,
     nonfinite_is_error,
-    pipeline_devices_of,
     team_of,
 )
 from mgpu_core.step.parts import Result, StepParts
@@ -69,8 +68,8 @@ class TrainStep:
             others get the values.
         device_ids: one device per rank, as for :class:`mgpu_core.DataParallel`; ``None``: all accelerators (of several
             processes that ``torchrun`` has started here, each takes its part), else as many CPU ranks as
-            ``MGPU_CORE_CPU_RANKS`` says, else the module's own device.  For a :class:`mgpu_core.Pipeline` its own, or
-            a list of lists, of which the first is its own: the others get copies, and each has a part of the rows.
+            ``MGPU_CORE_CPU_RANKS`` says, else the module's own device.  A :class:`mgpu_core.Pipeline` runs on its
+            own.
         process_group: of ``torch.distributed``, whose processes train together, each with a team and rows of its own:
             the numbers are those of one device with all rows of all processes.  All of them make the step at the same
             time, get the values of process 0, and make as many calls as each other, with empty batches if need be.
@@ -161,7 +160,6 @@ class TrainStep:
             optimizer=optimizer,
             team=team,
             has_processes=has_processes,
-            pipeline_devices=pipeline_devices_of(net, device_ids),
             dim=dim,
             reduction=reduction_of(loss_fn, reduction),
             loss_on=loss_on,

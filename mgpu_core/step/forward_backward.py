@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,7 @@ from mgpu_core.parallel.scatter_inputs import scatter_objects
 from mgpu_core.ranks.draws import Draws
 from mgpu_core.ranks.rank_clock import RankClock
 from mgpu_core.ranks.run import Run, shares_generator
-from mgpu_core.ranks.worker_choice import WorkerChoice, size_of
+from mgpu_core.ranks.worker_choice import IN_TURNS, MEETING, Workers, workers_for
 from mgpu_core.step.joined_outputs import gathered
 from mgpu_core.step.loss import RankLoss, Window, output_loss, rank_loss
 from mgpu_core.step.loss_check import LossState, warning_of_side
@@ -93,7 +93,6 @@ class ForwardBackward:
         net: their modules.
         loss: their loss functions: modules with tensors, or one function for all; ``None``: the module returns it.
         rng: as in :func:`mgpu_core.parallel_apply`.
-        choice: how ranks run: in threads or one after the other.
         split_plan: which rank gets which rows.
 
     Attributes:
@@ -103,7 +102,7 @@ class ForwardBackward:
     """
 
     def __init__(
-        self, options: Options, replicas: Replicas, net: RankModules, loss: Any, rng: str, choice: WorkerChoice,
+        self, options: Options, replicas: Replicas, net: RankModules, loss: Any, rng: str,
         split_plan: SplitPlan,
     ) -> None:  # fmt: skip
         self._replicas, self._team, self._net, self._loss = replicas, replicas.team, net, loss
@@ -114,9 +113,9 @@ class ForwardBackward:
         self.weights = LossWeights(self._alone)
         self._counts_weights = options.reduction == "mean" and self._alone is not None
         self._may_be_empty = options.has_processes  # others may have rows
-        self._choice, self.split_plan = choice, split_plan
+        self.split_plan = split_plan
+        self._usual_workers = workers_for(options.workers, replicas.team.devices)
         self._draws = Draws(rng, type(net.module).__name__)
-        self._timed: Hashable = None  # the size of the batch whose call is timed
         self._ranks = len(replicas.team)
         self._calls_to_watch = self._outputs_to_watch = 2
         self._changing: set[str] = set()  # names of shared objects that a forward has changed
@@ -132,24 +131,11 @@ class ForwardBackward:
         return tree.ranks_meet
 
     @property
-    def workers(self) -> str:
-        """How the ranks of the next call run: in ``threads``, or one after the other in the ``caller``'s."""
+    def workers(self) -> Workers:
+        """How the ranks of the next call run."""
         tree = self._net.tree
         turns = tree.takes_turns and self._shares_generator
-        return "threads" if tree.ranks_meet else "caller" if turns else self._choice.now
-
-    def plan(self, inputs: tuple[Any, ...]) -> None:
-        """Decide on ``shares="auto"`` and ``workers="auto"`` for a step, by the times of those before."""
-        if self.split_plan.is_timed:
-            self.split_plan.follow_the_clocks()
-        if self._choice.is_open:
-            size = size_of(inputs)
-            self._timed = size if self._choice.begin(size, meets=self.ranks_meet) else None
-
-    def take_time(self) -> None:
-        """End the time of a step that :meth:`plan` may have begun to measure."""
-        if self._timed is not None:
-            self._choice.end(self._timed)
+        return MEETING if tree.ranks_meet else IN_TURNS if turns else self._usual_workers
 
     def split(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[RankPart], list[int]]:
         """Return the inputs of each rank, and their rows."""
@@ -303,7 +289,7 @@ class ForwardBackward:
         """Return ``work(module, loss_fn, rank, part)`` of each rank."""
         count = len(parts)
         modules, tree = self._net.of_ranks(count), self._net.tree
-        workers = self.workers
+        workers = self.workers.way
         given = self._given_to(modules[1]) if self._calls_to_watch and count > 1 else None
         watch = OriginalsWatch(tree) if given is not None else None
         called = modules if watch is None else watch.around(modules)
@@ -370,7 +356,7 @@ class ForwardBackward:
         """
         if self._net.tree.ranks_meet or parametrize._cache_enabled > 0:
             return True
-        if self._choice.now == "caller" and not self._is_on_cpu:
+        if self._usual_workers.way == "caller" and not self._is_on_cpu:
             return True
         return any_has_graph(parts)
 

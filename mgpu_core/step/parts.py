@@ -11,7 +11,6 @@ from mgpu_core.errors import Error
 from mgpu_core.parallel.label_watch import OF_A_STEP, LabelWatch
 from mgpu_core.pipeline.module import Pipeline
 from mgpu_core.ranks.random import random_numbers_kept
-from mgpu_core.ranks.worker_choice import WorkerChoice
 from mgpu_core.step.checkpoint import load_state
 from mgpu_core.step.cuda_graphs import CapturedSteps
 from mgpu_core.step.forward_backward import ForwardBackward, RankPart
@@ -59,7 +58,6 @@ class StepParts:
     Attributes:
         options, split_plan: the same.
         loss_scale: of float16.
-        choice: how ranks run, in threads or one after the other.
         communication: how gradients are summed; a hook of the user's outlives a rebuild.
         keeps_accumulating: no call updates.
         replicas, modules, net, gradients, optimizer_step, passes, update: see their classes.
@@ -79,7 +77,6 @@ class StepParts:
         team, devices = options.team, set(options.team.devices)
         self.device = team.devices[0]
         self.loss_scale = LossScale(options.amp_dtype)
-        self.choice = WorkerChoice(options.workers, team.devices, options.rng)
         self.in_shards = options.shard_optimizer and len(devices) > 1
         self.communication = Communication(options, len(devices) if self.in_shards else 1, processes)
         self.keeps_accumulating = False
@@ -115,7 +112,7 @@ class StepParts:
         self.optimizer_step = OptimizerStep(options.optimizer, self.replicas, self.gradients, self.in_shards)
         # Ranks that share a GPU take turns where a graph is recorded on their stream; those that meet have no graphs.
         rng = "turns" if options.capture and not tree.ranks_meet else options.rng
-        parts = options, self.replicas, self.net, loss, rng, self.choice, self.split_plan
+        parts = options, self.replicas, self.net, loss, rng, self.split_plan
         self.passes = ForwardBackward(*parts)
         if isinstance(options.module, Pipeline):
             self.passes = PipelinePasses(options.module, *parts)
@@ -203,7 +200,7 @@ class StepParts:
             warn_user(warning_of_state(state, len(losses)))
             return LossCheck(None, reason="the loss keeps a state of its own")
         if state.side:
-            if self.passes.workers == "threads":
+            if self.passes.workers.way == "threads":
                 warn_user(warning_of_side(state, gathers=False))
             return LossCheck(None, reason="the loss reads what the forwards change")
         with self.passes.autocast(device):
@@ -334,7 +331,6 @@ class StepParts:
         self.update.steps = int(state["steps"])
         self.loss_scale.load_state_dict(state["loss_scale"])
         self.split_plan.resume(state["shares"])
-        self.choice.resume(state.get("workers", ()))
         self.gradients.abandon()
         self.update.close()
 

@@ -54,7 +54,7 @@ class PipelinePasses(ForwardBackward):
         end = _Losses(self, loss_fn, pipeline.device_ids[-1], parts, keep_outputs=keep_outputs)
         arguments = [(part.inputs, part.kwargs) for part in parts]
         run = self._pipeline_run = pipeline.begin(arguments, end if backward else None, self.autocast)
-        pipeline.finish(run, in_caller=self._choice.now == "caller")
+        pipeline.finish(run, in_caller=self._usual_workers.way == "caller")
         for micro_batch, output in enumerate(() if backward else run.outputs):
             with self.autocast(end.device):
                 end.forward(micro_batch, output)

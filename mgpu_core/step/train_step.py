@@ -104,8 +104,8 @@ class TrainStep:
 
     Args for how ranks run:
         workers: ``threads``: each rank in a thread of its own; ``caller``: one after the other in the caller's thread;
-            ``auto``: on CPU ranks the caller's thread, on accelerators the faster way, measured over the first calls of
-            each size of a batch (see :meth:`plan`).
+            ``auto``: threads where each rank has an accelerator of its own, otherwise the caller's thread (see
+            :meth:`plan`).
         rng: as for :class:`mgpu_core.DataParallel`.
         static_graph: make the replicas once; of later changes of the module only modes, frozen parameters and values
             are followed.
@@ -263,9 +263,8 @@ class TrainStep:
             window = update.begin(options)
             window.is_whole &= not parts.keeps_accumulating
             is_due = not parts.keeps_accumulating and window.calls + 1 >= options.accumulate
-            is_timed = parts.choice.is_open or parts.split_plan.is_timed
-            if is_timed:
-                passes.plan(inputs)
+            if parts.split_plan.is_timed:
+                parts.split_plan.follow_the_clocks()
             ranks, rows = passes.split(inputs, kwargs)
             gradients.begin(len(ranks), overlap=is_due, goes_on=window.calls > 0)
             parts.calls += 1
@@ -280,8 +279,6 @@ class TrainStep:
                 update.commit(options)
             else:
                 gradients.set_aside()
-            if is_timed:
-                passes.take_time()
             return loss, outputs, numbers
         except BaseException as error:
             parts.give_up()
@@ -291,7 +288,7 @@ class TrainStep:
             raise
 
     def plan(self) -> Plan:
-        """Return each rank's plan: its device, its share of the rows, its rows in the last call, and how it runs."""
+        """Return the plan of each rank: its device, share of the rows, rows in the last call, how it runs, and why."""
         return self._split_plan.table(self._parts.passes.workers)
 
     def evaluate(self, *inputs: Any, return_outputs: bool = False, aux: bool = False, **kwargs: Any) -> Any:
@@ -398,7 +395,6 @@ class TrainStep:
             self._ready()
             counts: dict[str, Any] = {"steps": self.steps, "loss_scale": self.loss_scale.state_dict()}
             counts["shares"] = self._split_plan.measured()
-            counts["workers"] = self._parts.choice.chosen()
             return state_of(self.module, self.optimizer) | counts
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

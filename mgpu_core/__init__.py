@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from mgpu_core.pipeline.place import place
     from mgpu_core.ranks.team import Team
     from mgpu_core.step.train_step import TrainStep
-    from mgpu_core.tensor_parallel.embedding import ParallelEmbedding
-    from mgpu_core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
     from mgpu_core.tensor_parallel.module import TensorParallel
     from mgpu_core.tools.advise import advise
     from mgpu_core.tools.explain.recorder import explain
@@ -44,17 +42,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BackendUnavailable",
-    "ColumnParallelLinear",
     "CudaError",
     "DataParallel",
     "DeviceLoader",
     "Error",
     "NcclError",
-    "ParallelEmbedding",
     "Pipeline",
     "Predictor",
     "Replicate",
-    "RowParallelLinear",
     "Rows",
     "SyncBatchNorm",
     "Team",
@@ -98,8 +93,6 @@ _HOMES = {
     "trees.weights": ["parameters_on_meta"],
     "tools.run": ["replacing_torch"],
     "parallel.sync_batchnorm": ["SyncBatchNorm", "convert_sync_batchnorm"],
-    "tensor_parallel.embedding": ["ParallelEmbedding"],
-    "tensor_parallel.linear": ["ColumnParallelLinear", "RowParallelLinear"],
     "tensor_parallel.module": ["TensorParallel"],
     "data.tensor_loader": ["TensorLoader"],
     "step.train_step": ["TrainStep"],
@@ -126,11 +119,16 @@ class _Package(_ModuleType):
 
     @property
     def data_parallel(self) -> Any:
-        return _import_module("mgpu_core.data_parallel").data_parallel
+        return vars(self).get("data_parallel") or _import_module("mgpu_core.data_parallel").data_parallel
 
     @data_parallel.setter
-    def data_parallel(self, file: _ModuleType) -> None:
-        """Ignore the file, which the import system puts here."""
+    def data_parallel(self, value: Any) -> None:
+        if not isinstance(value, _ModuleType):  # the file, which the import system puts here
+            vars(self)["data_parallel"] = value
+
+    @data_parallel.deleter
+    def data_parallel(self) -> None:
+        vars(self).pop("data_parallel", None)
 
 
 _sys.modules[__name__].__class__ = _Package

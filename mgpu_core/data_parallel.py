@@ -30,7 +30,7 @@ from mgpu_core.ranks.modes import check_modes
 from mgpu_core.ranks.random import check_rng
 from mgpu_core.ranks.run import shares_generator
 from mgpu_core.ranks.team import Team
-from mgpu_core.ranks.worker_choice import WorkerChoice, check_workers, size_of
+from mgpu_core.ranks.worker_choice import check_workers, workers_for
 from mgpu_core.support.null_context import NULL_CONTEXT
 from mgpu_core.trace import tracer
 from mgpu_core.trace.tracer import span, when_tracing
@@ -63,10 +63,9 @@ class DataParallel(torch.nn.DataParallel[M]):
             something does is found by the first call of each form, and a later one that draws first warns;
             ``per_rank``: without finding out.
         workers: ``threads``: ranks run at once, each in its own thread, as in torch; ``caller``: one after the other in
-            the calling thread, which is faster where each launches little work; ``auto``: the caller on the CPU, and
-            on accelerators the faster one, measured over the first forward passes of each size of batch.  Ranks that
-            wait for each other in a forward need threads: :class:`mgpu_core.SyncBatchNorm` gets them, other modules
-            that do so need ``threads``.
+            the calling thread, which is faster where each launches little work; ``auto``: threads where each rank has
+            an accelerator of its own, otherwise the caller.  Ranks that wait for each other in a forward need threads:
+            :class:`mgpu_core.SyncBatchNorm` gets them, other modules that do so need ``threads``.
 
     Raises:
         ValueError, TypeError: devices that do not exist, shares that do not fit, another ``rng`` or ``workers``.
@@ -91,16 +90,11 @@ class DataParallel(torch.nn.DataParallel[M]):
         self.dim = dim
         self.shares = shares
         self.rng = rng
-        self._choice = WorkerChoice(workers, devices, rng)
-        self._workers = self._choice.now
+        self._workers = self._usual_workers = workers_for(workers, devices).way
         self._draws = Draws(rng, type(module).__name__)
-        self._first_calls = FirstCalls(
-            (LostAttributes(type(module).__name__), _WATCHED),
-            (SharedObjects(module), _WATCHED),
-            (Originals(module), _WATCHED),
-            (RowsElsewhere(dim), _WATCHED),
-            (Labels(module, OF_A_WRAPPER, of_outputs=True), LABELLED),
-        )
+        observers = LostAttributes(), SharedObjects(), Originals(), RowsElsewhere(dim)
+        labels = Labels(OF_A_WRAPPER, of_outputs=True)
+        self._first_calls = FirstCalls(*((each, _WATCHED) for each in observers), (labels, LABELLED))
         self.device_ids: list[Any] = [as_id(device) for device in devices]
         self.output_device: Any = drop_in_output(output_device, self.device_ids)
         self._team: Team | None = Team.of(devices) if devices else None
@@ -196,18 +190,15 @@ class DataParallel(torch.nn.DataParallel[M]):
         kwargs_parts: Any,
         method: str | None,
     ) -> list[Any]:
-        """Call the replicas of a module that was just read, in the way that is faster for this size of batch."""
-        is_open = self._choice.is_open and method is None
-        size = size_of(parts[0]) if is_open else None
-        is_timed = is_open and self._choice.begin(size, meets=tree.ranks_meet)
+        """Call the replicas of a module that was just read."""
         turns = tree.takes_turns and shares_generator(team)
-        self._workers = "threads" if tree.ranks_meet else "caller" if turns else self._choice.now
+        self._workers = "threads" if tree.ranks_meet else "caller" if turns else self._usual_workers
         called: Sequence[Any] = replicas if method is None else [getattr(each, method) for each in replicas]
         watched = None
         if self._first_calls.go_on:
             arguments = list(zip(parts, kwargs_parts, strict=False))
             rows = [rows_of_part(each, self.dim) for each in arguments]
-            watched = Call(replicas, tree, called, [] if method else arguments, rows)
+            watched = Call(self.module, replicas, tree, called, [] if method else arguments, rows)
             self._first_calls.begin(watched)
         if self._is_own("parallel_apply"):
             called = called if watched is None else watched.called
@@ -216,8 +207,6 @@ class DataParallel(torch.nn.DataParallel[M]):
             outputs = apply_to(team, called, parts, kwargs_parts, draws=self._draws, workers=self._workers, form=form)
         else:
             outputs = self.parallel_apply(called, parts, kwargs_parts)
-        if is_timed:
-            self._choice.end(size)
         if watched is not None:
             self._first_calls.end(watched, outputs)
         return outputs

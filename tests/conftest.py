@@ -78,12 +78,6 @@ def _kernels_have_no_faults():
 
 
 @pytest.fixture
-def with_gil(monkeypatch):
-    """Have ``workers="auto"`` measure, as it does where there is a GIL."""
-    monkeypatch.setattr("sys._is_gil_enabled", lambda: True, raising=False)
-
-
-@pytest.fixture
 def really_equal():
     """``torch.equal`` as it is in torch."""
     return _equal

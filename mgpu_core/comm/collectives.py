@@ -1,8 +1,8 @@
 """Differentiable collectives: one tensor per rank in, one per rank out, all in fresh memory.
 
-The gradient of a collective is its partner: of a broadcast a sum, of an all-gather a reduce-scatter, of an all-reduce
-an all-reduce.  Sums are added in rank order, forward and backward, so every run gives the same bits.  Double backward
-works.  On accelerators the copies and sums are put on each device's current stream.
+The gradient of a collective is its partner: of an all-gather a reduce-scatter, of an all-reduce an all-reduce.  Sums
+are added in rank order, forward and backward, so every run gives the same bits.  Double backward works.  On
+accelerators the copies and sums are put on each device's current stream.
 """
 
 from __future__ import annotations
@@ -12,28 +12,12 @@ from typing import Any
 
 import torch
 
-from mgpu_core.comm import autograd, dispatch
+from mgpu_core.comm import dispatch
 from mgpu_core.comm.arguments import check_equal_sizes, check_joined, in_range, ordinary_list
-from mgpu_core.devices.devices import DeviceLike, as_devices
 from mgpu_core.devices.streams import caller_streams, resumed_on_all
-from mgpu_core.devices.tensor_checks import refuse_special
 from mgpu_core.trace.tracer import current_step, in_step, span
 
-__all__ = ["all_gather", "all_reduce", "broadcast", "joint_columns", "joint_sum", "reduce_scatter"]
-
-
-def broadcast(tensor: torch.Tensor, devices: Sequence[DeviceLike]) -> list[torch.Tensor]:
-    """Copy a tensor to every rank; its gradient is the sum of the copies' gradients, on the tensor's device.
-
-    Args:
-        tensor: any shape and dtype, on any device.
-        devices: one per rank.  Rank 0 gets the tensor's own memory if it is on that device already.
-
-    Raises:
-        TypeError, ValueError: a tensor that cannot be copied, or a device that does not exist.
-    """
-    refuse_special(tensor, "tensor")
-    return [row[0] for row in autograd.broadcast_buckets(as_devices(devices, "devices"), [tensor], numbered=False)]
+__all__ = ["all_gather", "all_reduce", "joint_columns", "joint_sum", "reduce_scatter"]
 
 
 def all_reduce(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

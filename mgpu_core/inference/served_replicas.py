@@ -43,6 +43,7 @@ class Replica:
         module: the copy.
         method: the name of the method that answers.
         graphs: runs it as CUDA graphs; ``None``: it is called itself.
+        refusals: of all ranks: why no further call is made, once one has written a parameter.
         at_once: where several workers call it at once.
 
     Attributes:
@@ -52,17 +53,21 @@ class Replica:
     """
 
     def __init__(
-        self, module: Module, method: str, graphs: GraphedModule | None, at_once: CallsAtOnce | None = None
+        self,
+        module: Module,
+        method: str,
+        graphs: GraphedModule | None,
+        refusals: list[str],
+        at_once: CallsAtOnce | None = None,
     ) -> None:
-        self.module, self._graphs, self._at_once = module, graphs, at_once
+        self.module, self._graphs, self._refusals, self._at_once = module, graphs, refusals, at_once
         self._method = getattr(module, method)
         self.devices = {each.device for each in tensors_of(module)}
         self.is_half = any_in_half(module.parameters())
         self.is_compiled = any(vars(each).get("_compiled_call_impl") is not None for each in module.modules())
-        self._refusal = ""  # after a call that has written a parameter, which ranks of one device share
         self._tables = [table for each in module.modules() for table in (each._parameters, each._buffers) if len(table)]
-        lost = LostAttributes(type(module).__name__, rank=0, consequence=_KEPT_APART)
-        of_hooks = SharedObjects(module, of_hooks=True, consequence=_SHARED)
+        lost = LostAttributes(consequence=_KEPT_APART)
+        of_hooks = SharedObjects(of_hooks=True, consequence=_SHARED)
         self._first_calls = FirstCalls((lost, _WATCHED), (of_hooks, _WATCHED)) if at_once is None else FirstCalls()
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], request: Request, *, captured: bool) -> Any:
@@ -77,15 +82,20 @@ class Replica:
             RuntimeError: the module wrote or replaced a buffer or a parameter, so that answers would depend on the
                 requests before; of a parameter also in later calls.
         """
-        if self._refusal:
-            raise RuntimeError(self._refusal)
+        if self._refusals:
+            raise RuntimeError(self._refusals[0])
         before = self._tensors()
         versions = [each._version for each in before]
-        watched = self._first_calls.begin(Call([self.module])) if self._first_calls.go_on else None
+        watched = self._first_calls.begin(Call(self.module, [self.module])) if self._first_calls.go_on else None
         call: Callable[..., Any] = self._graphs if captured and self._graphs is not None else self._method
-        with NULL_CONTEXT if self._at_once is None else self._at_once.call(request.branch):
-            outputs = call(*args, **kwargs)
-        self._check(before, versions)
+        try:
+            with NULL_CONTEXT if self._at_once is None else self._at_once.call(request.branch):
+                outputs = call(*args, **kwargs)
+        except BaseException:
+            self._written(before, versions)
+            raise
+        if text := self._written(before, versions):
+            raise RuntimeError(text)
         if watched is not None:
             self._first_calls.end(watched)
         return outputs
@@ -93,10 +103,11 @@ class Replica:
     def _tensors(self) -> list[torch.Tensor]:
         return [each for table in self._tables for each in table.values() if each is not None]
 
-    def _check(self, before: list[torch.Tensor], versions: list[int]) -> None:
+    def _written(self, before: list[torch.Tensor], versions: list[int]) -> str:
+        """Return the error for a call that has written its module; empty: it has not.  A parameter ends all calls."""
         now = self._tensors()
         if list(map(id, now)) == list(map(id, before)) and [each._version for each in now] == versions:
-            return
+            return ""
         unchanged = {id(each) for each, version in zip(before, versions, strict=True) if each._version == version}
         buffers, parameters = self.module.named_buffers(), self.module.named_parameters()
         named = [*(("buffer", *each) for each in buffers), *(("parameter", *each) for each in parameters)]
@@ -106,8 +117,9 @@ class Replica:
             "depend on the requests before it, and on their device. If it does so in its first call alone, call the "
             "module once in eval mode before the Predictor is made"
         )
-        self._refusal = text if kind == "parameter" else ""
-        raise RuntimeError(text)
+        if kind == "parameter":
+            self._refusals.append(text)
+        return text
 
 
 def replicas_of(
@@ -144,10 +156,10 @@ def replicas_of(
     _wait_for(made)
     if is_spread(net):
         at_once = CallsAtOnce(made[0]) if len(devices) > 1 else None
-        return [Replica(made[0], method, None, at_once)] * len(devices)
-    name = type(net).__name__
+        return [Replica(made[0], method, None, [], at_once)] * len(devices)
+    name, refusals = type(net).__name__, list[str]()
     return [
-        Replica(each, method, GraphedModule(each, device, name) if captured else None)
+        Replica(each, method, GraphedModule(each, device, name) if captured else None, refusals)
         for each, device in zip(made, devices, strict=True)
     ]
 

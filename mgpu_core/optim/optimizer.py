@@ -20,9 +20,8 @@ from mgpu_core.optim.bucket_layout import Bucket, bucket_layout
 from mgpu_core.optim.flat_buffers import FlatTensors, compact, warn_of_holders
 from mgpu_core.optim.flat_state import FlatState
 from mgpu_core.optim.rules import Rule
-from mgpu_core.support.warnings import warn_user
 
-__all__ = ["LEFT_OVER", "FlatOptimizer"]
+__all__ = ["FlatOptimizer"]
 
 _UNLIMITED = 2**62  # bytes of a bucket: outside a TrainStep all parameters of a dtype share one
 _data_ptr = torch.Tensor.data_ptr
@@ -31,11 +30,7 @@ _dtype_of, _grad_of, _members_of = attrgetter("dtype"), attrgetter("grad"), item
 # What a TrainStep wants of the step that it is about to call: the parameters to update, whose gradients lie in the flat
 # memory that it has attached (``None``: those that have a ``grad``), and what gradients are multiplied by.
 _Order: TypeAlias = tuple[list[bool] | None, float | torch.Tensor]
-
-LEFT_OVER = (
-    "optimizer.step() after a TrainStep's call updates a second time by the same gradients: the call has made the "
-    "backward and the update already, so remove it"
-)
+_BY_HAND: _Order = (None, 1.0)  # of a step that no TrainStep makes
 
 
 class FlatOptimizer(Optimizer):
@@ -57,7 +52,6 @@ class FlatOptimizer(Optimizer):
     _parameters: Sequence[torch.Tensor] = ()
     _views: list[torch.Tensor | None] | None = None  # of the flat gradients; ``None``: these have no memory yet
     _order: _Order | None = None
-    _spent: Sequence[torch.Tensor | None] = ()  # gradients that a TrainStep has used
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make one step; return the result of ``closure``.
@@ -82,7 +76,7 @@ class FlatOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        used, factor = self._order or self._by_hand()
+        used, factor = self._order or _BY_HAND
         flat, own = self.flat, None
         is_changed = self._optimizer_step_pre_hooks or _global_optimizer_pre_hooks  # a hook may write gradients
         if flat is None or used is None or (is_changed and flat.shards == 1):
@@ -98,13 +92,6 @@ class FlatOptimizer(Optimizer):
             flat.share_values()
         note_written(list(compress(self._parameters, used)))
         return loss
-
-    def _by_hand(self) -> _Order:
-        """Return the order of a step that no TrainStep makes; warn where one has made it already."""
-        now = [each.grad for group in self.param_groups for each in group["params"]] if self._spent else []
-        if any(each is not None for each in now) and all(each is None or _is_in(each, self._spent) for each in now):
-            warn_user(LEFT_OVER)
-        return None, 1.0
 
     _hooked_step = Optimizer.profile_hook_step(_step)
 
@@ -219,10 +206,6 @@ class FlatOptimizer(Optimizer):
             self.step()
         finally:
             self._order = None
-
-    def watch_spent(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Name the list in which a TrainStep keeps the gradients that it has used: a further step by them warns."""
-        self._spent = gradients
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as torch does; the next step lays out again and keeps the state."""

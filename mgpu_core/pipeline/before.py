@@ -1,4 +1,4 @@
-"""What a module holds before a call: attributes, hooks, containers and buffers, to compare with and to go back to."""
+"""The state of a module before a call: attributes, hooks, containers and buffers, to compare with and to go back to."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ class Before:
             if is_fillable(value)
         ]
         self._hooks = [(table, dict(table)) for each in modules for table in map(vars(each).__getitem__, _HOOKS)]
-        self._of_hooks = SharedObjects(root, of_hooks=True)
-        self._marks = self._of_hooks.now()
+        self._root, self._of_hooks = root, SharedObjects(of_hooks=True)
+        self._marks = self._of_hooks.now(root)
         self._numbers = torch.get_rng_state()
         others = [each for each in dict.fromkeys(devices) if each.type != "cpu"]
         self._of_devices = [(each, torch.get_device_module(each).get_rng_state(each)) for each in others]
 
     def changed_of_hooks(self) -> set[str]:
         """Return which objects that hooks alone hold were changed since the last time; all micro-batches share them."""
-        before, self._marks = self._marks, self._of_hooks.now()
+        before, self._marks = self._marks, self._of_hooks.now(self._root)
         return set(changed(before, self._marks))
 
     def kept_of_a_batch(self, layers: Collection[int]) -> dict[int, set[str]]:

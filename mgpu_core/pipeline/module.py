@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from os import PathLike
 from typing import Any
@@ -26,7 +26,6 @@ from mgpu_core.ranks.random import check_rng
 from mgpu_core.ranks.team import Team
 from mgpu_core.support.null_context import NULL_CONTEXT
 from mgpu_core.trace.tracer import span
-from mgpu_core.trees.module_copy import copy_module
 from mgpu_core.trees.module_tree import ModuleTree
 from mgpu_core.trees.moves import refuse_moves
 
@@ -105,7 +104,6 @@ class Pipeline(Module):
         self.output_device = devices[-1] if output_device is None else as_device(output_device)
         self.dim, self.rng = dim, rng
         self._draws = Draws(rng, type(net).__name__, self.device_ids)
-        self._is_deferred = deferred_batch_norm
         self._placement = placed(
             net, devices, split, sample=sample, shares=shares, memory=memory, weights=weights, rename=rename,
             recomputes=checkpoint != "never",
@@ -130,23 +128,6 @@ class Pipeline(Module):
         super().train(mode)
         self.module.training = mode
         return self
-
-    def copy_on(self, device_ids: Sequence[DeviceLike]) -> Pipeline:
-        """Return a pipeline with copies of all stages on other devices.
-
-        Raises:
-            ValueError: another number of devices than stages.
-        """
-        devices = as_devices(device_ids)
-        if len(devices) != len(self.device_ids):
-            raise ValueError(f"a copy of {len(self.device_ids)} stages needs as many devices, not {len(devices)}")
-        split = self._placement.split  # none: it finds the same cut, in its first call
-        assert not isinstance(split, Mapping), "of place() alone"
-        return Pipeline(
-            copy_module(self.module), devices, split_points=split, chunks=self.chunks,
-            schedule=self.schedule, checkpoint=self.checkpoint, dim=self.dim,
-            deferred_batch_norm=self._is_deferred, rng=self.rng,
-        )  # fmt: skip
 
     @outside_the_compiler
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -176,12 +157,8 @@ class Pipeline(Module):
         arguments: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],
         last: LastStage | None,
         autocast: Callable[[torch.device], AbstractContextManager[object]] = lambda _: NULL_CONTEXT,
-        copy: int = 0,
     ) -> PipelineRun:
         """Return a run over these micro-batches: of forwards, or with ``last`` of a training step's schedule.
-
-        Args:
-            copy: the index of this pipeline among its copies, for recordings.
 
         Raises:
             RuntimeError: a parameter is not on the device of its stage.
@@ -202,7 +179,7 @@ class Pipeline(Module):
         return PipelineRun(
             placement, self.module, arguments, actions, last=last, autocast=autocast,
             recomputes=lambda micro_batch: self.checkpoint != "never" and micro_batch < kept,
-            restart=self._drop_statistics, first_rank=copy * len(self.device_ids),
+            restart=self._drop_statistics,
         )  # fmt: skip
 
     def _drop_statistics(self) -> None:

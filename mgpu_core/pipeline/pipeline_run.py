@@ -108,7 +108,6 @@ class PipelineRun:
         recomputes: whether the layers of a micro-batch keep only their inputs, and run again in backward.
         autocast: returns the context of forwards on a device.
         restart: called before the call begins again.
-        first_rank: of stage 0 in a recording.
 
     Attributes:
         outputs: the module's output of each micro-batch; with ``last`` it is not kept.
@@ -128,10 +127,9 @@ class PipelineRun:
         recomputes: Callable[[int], bool] = lambda _: False,
         autocast: Callable[[torch.device], AbstractContextManager[object]] = lambda _: NULL_CONTEXT,
         restart: Callable[[], None],
-        first_rank: int = 0,
     ) -> None:
         self.placement, self.last, self.recomputes, self.autocast = placement, last, recomputes, autocast
-        self.first_rank, self.workers = first_rank, workers_of(placement.devices)
+        self.workers = workers_of(placement.devices)
         self.turns = self.workers  # whose turns a stage takes
         self.streams = caller_streams(placement.devices)
         self.crossed: dict[tuple[int, int], list[int]] = {}  # bytes there and back, by stage and reader, when recorded
@@ -281,7 +279,7 @@ class PipelineRun:
         """Tell a recording of the plan, and of the bytes that crossed each border."""
         actions, workers = tuple(self._actions), tuple(self.workers)
         borders = tuple((*border, there, back) for border, (there, back) in sorted(self.crossed.items()))
-        emit(lambda host_ns, thread: Schedule(actions, workers, self.first_rank, borders, host_ns, thread))
+        emit(lambda host_ns, thread: Schedule(actions, workers, borders, host_ns, thread))
 
     def stop(self, seconds: float) -> bool:
         """Let no turn begin any more; return whether all lanes have ended in that time."""
@@ -409,7 +407,7 @@ class MicroBatch(Visit):
             self._lane.turn(run.turns[stage], _Turn(kind, stage, self._index))
         run.names[self._index] = f"stage {stage}, micro-batch {self._index}, on device {device}"
         _enter(self._turn, on(device, run.streams[stage]))
-        _enter(self._turn, span(kind, run.first_rank + stage, device, self._index))
+        _enter(self._turn, span(kind, stage, device, self._index))
 
     def bring(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor for the present stage: on its device, and of its own graph in a training step."""

@@ -107,7 +107,7 @@ class Placement:
         recomputes: layers may keep only their inputs, and run again in backward.
 
     Attributes:
-        devices, split: the same.
+        devices: the same.
         is_known: whether the order of the calls is known.
         known: forms of calls that have been run.
         in_backward: by device the call whose backward runs there now.
@@ -140,7 +140,7 @@ class Placement:
             raise ValueError("the module's parts are on several devices already: make it anew for another placement")
         check_initialised([*root.parameters(), *root.buffers()])
         self.devices: Sequence[torch.device] = list(devices)
-        self.split, self._memory = split, memory
+        self._split, self._memory = split, memory
         self._shares = checked_shares(shares, len(devices))
         names = list(called) or (root._modules if type(root).forward is Sequential.forward else [])
         self._called = Called(dict.fromkeys(names, (0,)), {})
@@ -248,7 +248,7 @@ class Placement:
 
     def _found(self, root: Module) -> _Layout:
         """Find the layers, their stages and the homes of all tensors; nothing is moved."""
-        devices, split = self.devices, self.split
+        devices, split = self.devices, self._split
         names = _checked_names(root, split, len(devices))
         largest = largest_block(root, len(devices)) if split is None else inf
         layers = in_order(layers_of(root, names, largest), self._called.stages)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +21,7 @@ from mgpu_core.parallel.scatter_inputs import scatter_objects
 from mgpu_core.ranks.draws import Draws
 from mgpu_core.ranks.rank_clock import RankClock
 from mgpu_core.ranks.run import Run, shares_generator
-from mgpu_core.ranks.worker_choice import WorkerChoice, size_of
+from mgpu_core.ranks.worker_choice import IN_TURNS, MEETING, Workers, workers_for
 from mgpu_core.step.joined_outputs import gathered
 from mgpu_core.step.loss import RankLoss, Window, output_loss, rank_loss
 from mgpu_core.step.loss_check import LossState, warning_of_side
@@ -96,7 +96,6 @@ class ForwardBackward:
         net: their modules.
         loss: their loss functions: modules with tensors, or one function for all; ``None``: the module returns it.
         rng: as in :func:`mgpu_core.parallel_apply`.
-        choice: how ranks run: in threads or one after the other.
         split_plan: which rank gets which rows.
 
     Attributes:
@@ -106,7 +105,7 @@ class ForwardBackward:
     """
 
     def __init__(
-        self, options: Options, replicas: Replicas, net: RankModules, loss: Any, rng: str, choice: WorkerChoice,
+        self, options: Options, replicas: Replicas, net: RankModules, loss: Any, rng: str,
         split_plan: SplitPlan,
     ) -> None:  # fmt: skip
         self._replicas, self._team, self._net, self._loss = replicas, replicas.team, net, loss
@@ -117,15 +116,14 @@ class ForwardBackward:
         self.weights = LossWeights(self._alone)
         self._counts_weights = options.reduction == "mean" and self._alone is not None
         self._may_be_empty = options.has_processes  # others may have rows
-        self._choice, self.split_plan = choice, split_plan
+        self.split_plan = split_plan
+        self._usual_workers = workers_for(options.workers, replicas.team.devices)
         self._draws = Draws(rng, type(net.module).__name__)
-        self._timed: Hashable = None  # the size of the batch whose call is timed
         self._ranks = len(replicas.team)
         self._first_calls = FirstCalls()
         if not net.is_static:
-            lost = LostAttributes(type(net.module).__name__, rank=1, kept_by=net.module)
-            shared = SharedObjects(net.module, used_by=self._alone)
-            self._first_calls = FirstCalls((lost, _WATCHED), (shared, _WATCHED), (Originals(net.module), _WATCHED))
+            observers = LostAttributes(rank=1, rank_0_keeps=True), SharedObjects(used_by=self._alone), Originals()
+            self._first_calls = FirstCalls(*((each, _WATCHED) for each in observers))
         self._first_outputs = FirstCalls((RowsElsewhere(options.dim), _WATCHED))
         self._gathered_to_watch = _WATCHED
         self._run: Run | None = None  # the call that runs
@@ -140,24 +138,11 @@ class ForwardBackward:
         return tree.ranks_meet
 
     @property
-    def workers(self) -> str:
-        """How the ranks of the next call run: in ``threads``, or one after the other in the ``caller``'s."""
+    def workers(self) -> Workers:
+        """How the ranks of the next call run."""
         tree = self._net.tree
         turns = tree.takes_turns and self._shares_generator
-        return "threads" if tree.ranks_meet else "caller" if turns else self._choice.now
-
-    def plan(self, inputs: tuple[Any, ...]) -> None:
-        """Decide on ``shares="auto"`` and ``workers="auto"`` for a step, by the times of those before."""
-        if self.split_plan.is_timed:
-            self.split_plan.follow_the_clocks()
-        if self._choice.is_open:
-            size = size_of(inputs)
-            self._timed = size if self._choice.begin(size, meets=self.ranks_meet) else None
-
-    def take_time(self) -> None:
-        """End the time of a step that :meth:`plan` may have begun to measure."""
-        if self._timed is not None:
-            self._choice.end(self._timed)
+        return MEETING if tree.ranks_meet else IN_TURNS if turns else self._usual_workers
 
     def split(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[RankPart], list[int]]:
         """Return the inputs of each rank, and their rows."""
@@ -224,6 +209,7 @@ class ForwardBackward:
             weighed = [sum(rows)]
             whole = RankPart((), {}, (inputs[-1],))
             state = self.watch_loss(whole) if self._gathered_to_watch else None
+            self._gathered_to_watch -= state is not None
             if window is not None:
                 seed([whole], window, weighed)
             loss, outputs = self._run_gathered(parts, rows, clocks, whole, backward=window is not None)
@@ -311,8 +297,8 @@ class ForwardBackward:
         """Return ``work(module, loss_fn, rank, part)`` of each rank."""
         count = len(parts)
         modules, tree = self._net.of_ranks(count), self._net.tree
-        workers = self.workers
-        watched = Call(modules, tree, modules) if self._first_calls.go_on and count > 1 else None
+        workers = self.workers.way
+        watched = Call(self._net.module, modules, tree, modules) if self._first_calls.go_on and count > 1 else None
         called = modules if watched is None else self._first_calls.begin(watched).called
         calls: list[_Call] = []
         for rank, part in enumerate(parts):
@@ -343,7 +329,7 @@ class ForwardBackward:
         if self.gathers:
             return outputs[0]
         if self._first_outputs.go_on:
-            self._first_outputs.end(self._first_outputs.begin(Call((), rows=rows)), outputs)
+            self._first_outputs.end(self._first_outputs.begin(Call(self._net.module, rows=rows)), outputs)
         return gathered(outputs, rows, self._team.devices[0], self._dim)
 
     def stop(self, seconds: float) -> bool:
@@ -358,7 +344,7 @@ class ForwardBackward:
         """
         if self._net.tree.ranks_meet or parametrize._cache_enabled > 0:
             return True
-        if self._choice.now == "caller" and not self._is_on_cpu:
+        if self._usual_workers.way == "caller" and not self._is_on_cpu:
             return True
         return any_has_graph(parts)
 

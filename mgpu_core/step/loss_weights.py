@@ -176,9 +176,11 @@ def weight_of(
     if reduction != "mean" or type(target) is not torch.Tensor or target.dtype.is_floating_point:
         return None
     if result is not None and type(result.grad_fn).__name__ in _KEEPS_WEIGHT:
-        found: torch.Tensor = result.grad_fn._saved_total_weight  # type: ignore[union-attr]
-        if found.dtype in (torch.float32, torch.float64):  # half precision cannot count
-            return found.item() if found.is_cpu else found
+        node: Any = result.grad_fn
+        if getattr(node._raw_saved_total_weight, "unpack_hook", True) is None:  # a checkpoint would run all again
+            found: torch.Tensor = node._saved_total_weight
+            if found.dtype in (torch.float32, torch.float64):  # half precision cannot count
+                return found.item() if found.is_cpu else found
     kept = target.ne(ignore_index)
     if weight is not None:
         kept = weight.detach()[target.masked_fill(~kept, 0)] * kept

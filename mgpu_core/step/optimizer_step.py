@@ -6,7 +6,6 @@ count, clamp weights).
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
@@ -15,20 +14,40 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
-from torch.utils.hooks import RemovableHandle
 
 from mgpu_core.optim import FlatOptimizer
 from mgpu_core.optim.flat_state import FlatState
-from mgpu_core.optim.optimizer import LEFT_OVER
 from mgpu_core.step.grad_buckets import GradBuckets
 from mgpu_core.step.reducer import Gradients
 from mgpu_core.step.replicas import Replicas
 from mgpu_core.support.warnings import warn_user
 
-__all__ = ["OptimizerStep", "check_optimizer"]
+__all__ = ["LeftOverStep", "OptimizerStep", "check_optimizer"]
 
 _version_of = attrgetter("_version")
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+class LeftOverStep:
+    """Warn of a step by the gradients of a TrainStep's last update; a hook of the optimizer from that to the next.
+
+    Attributes:
+        spent: these gradients, until those of the next update are made.
+    """
+
+    KEY = -1  # among the optimizer's hooks, to which torch gives numbers from 0
+
+    def __init__(self) -> None:
+        self.spent: list[torch.Tensor | None] = []
+
+    def __call__(self, optimizer: Optimizer, *_: Any) -> None:
+        """Look at the gradients that the optimizer steps by."""
+        spent = {id(each) for each in self.spent if each is not None}
+        if any(id(each.grad) in spent for group in optimizer.param_groups for each in group["params"]):
+            warn_user(
+                "optimizer.step() after a TrainStep's call updates a second time by the same gradients: the call has "
+                "made the backward and the update already, so remove it"
+            )
 
 
 def check_optimizer(optimizer: Any, named: dict[str, torch.nn.Parameter]) -> None:
@@ -60,7 +79,8 @@ class OptimizerStep:
     Attributes:
         has_copies: there are several devices, each with values of its own.
         is_flat: the optimizer is one of ours, which multiplies gradients by a factor itself.
-        spent: the gradients of the last update, until those of the next one are made.
+        left_over: warns of a step by hand by the gradients of the last update.
+        pre_hooks: those of the optimizer.
 
     Raises:
         ValueError: shards that the optimizer, or the devices, cannot have.
@@ -77,12 +97,9 @@ class OptimizerStep:
         self._flat: FlatState | None = None  # what ours keeps over the step's memory
         self._made_for: Any = None  # the groups, and how often the memory was renewed
         self._before: list[int] = []  # how often each parameter was written before the update
-        self.spent: list[torch.Tensor | None] = []
-        self._left_over: RemovableHandle | None = None
-        if self._ours is not None:
-            self._ours.watch_spent(self.spent)
-        elif hasattr(optimizer, _HOOKS[0]):  # a wrapper may lack what torch's class makes
-            self._left_over = optimizer.register_step_pre_hook(_LeftOverStep(self))
+        self.left_over = LeftOverStep()
+        # A wrapper may lack what torch's class makes.
+        self.pre_hooks: dict[int, Any] = getattr(optimizer, _HOOKS[0], {})
         self.remember_values()
         if in_shards:
             self._check_shards()
@@ -122,6 +139,8 @@ class OptimizerStep:
         Raises:
             TypeError: ours cannot update sparse gradients, or these dtypes.
         """
+        if LeftOverStep.KEY in self.pre_hooks:
+            del self.pre_hooks[LeftOverStep.KEY]
         self._before = list(map(_version_of, self._replicas.own))
         buckets = self._gradients.buckets
         if self._ours is not None and buckets is not None:
@@ -197,16 +216,8 @@ class OptimizerStep:
     def leave(self) -> None:
         """Leave the optimizer alone."""
         self.close()
-        self.spent.clear()
-        if self._left_over is not None:
-            self._left_over.remove()
-
-    def check_left_over(self) -> None:
-        """Warn if the optimizer is about to step by the gradients that this step has made and used."""
-        for parameter, spent in zip(self._replicas.own, self.spent, strict=False):
-            if spent is not None and parameter.grad is spent:
-                warn_user(LEFT_OVER)
-                return
+        if self.pre_hooks.get(LeftOverStep.KEY) is self.left_over:
+            del self.pre_hooks[LeftOverStep.KEY]
 
     def _runs_users_code(self) -> bool:
         """Return whether a step may assign ``p.data``, draw numbers or count."""
@@ -218,21 +229,9 @@ class OptimizerStep:
         if _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
             return False
         hooks = [hook for name in _HOOKS for hook in getattr(optimizer, name, {}).values()]
-        if any(type(hook) is not _LeftOverStep for hook in hooks):
+        if any(type(hook) is not LeftOverStep for hook in hooks):
             return False
         step = vars(optimizer).get("step")
         if getattr(step, "_wrapped_by_lr_sched", False):
             step = getattr(step, "__wrapped__", None)
         return step is None or getattr(step, "__func__", step) is type(optimizer).step
-
-
-class _LeftOverStep:
-    """The hook that looks for a step by hand after a TrainStep's own; known by its class."""
-
-    def __init__(self, optimizer_step: OptimizerStep) -> None:
-        self._optimizer_step = weakref.ref(optimizer_step)
-
-    def __call__(self, *_: Any) -> None:
-        found = self._optimizer_step()
-        if found is not None:
-            found.check_left_over()

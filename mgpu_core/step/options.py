@@ -30,7 +30,6 @@ __all__ = [
     "check_device",
     "check_module",
     "nonfinite_is_error",
-    "pipeline_devices_of",
     "team_of",
 ]
 
@@ -48,7 +47,6 @@ class Options:
     optimizer: Optimizer
     team: Team
     has_processes: bool
-    pipeline_devices: Sequence[Sequence[torch.device]]
     dim: int
     reduction: str
     loss_on: str
@@ -150,7 +148,7 @@ class Options:
 
 
 CHANGEABLE = ("accumulate", "clip_norm", "error_if_nonfinite")
-ARGUMENTS = frozenset(each.name for each in fields(Options)) - {"has_processes", "pipeline_devices"}
+ARGUMENTS = frozenset(each.name for each in fields(Options)) - {"has_processes"}
 """The names of the arguments that a step has as attributes."""
 
 
@@ -180,8 +178,16 @@ def team_of(net: Module, device_ids: Any) -> Team:
     """Return the team that ``device_ids`` means; an empty list is the device of the module.
 
     Of a pipeline it is the last device, and of a TensorParallel the first, where their losses are.
+
+    Raises:
+        ValueError: not the devices of a Pipeline or a TensorParallel.
     """
     if isinstance(net, Pipeline):
+        if device_ids is not None and (_is_nested(device_ids) or list(as_devices(device_ids)) != net.device_ids):
+            raise ValueError(
+                f"device_ids must be the pipeline's own devices, {list(map(str, net.device_ids))}, or left out: a step "
+                "makes no copies of a Pipeline; for more devices make a Pipeline over all of them"
+            )
         return Team.of(net.device_ids[-1:])
     if isinstance(net, TensorParallel):
         if device_ids is not None and list(as_devices(device_ids)) != net.device_ids:
@@ -194,24 +200,8 @@ def team_of(net: Module, device_ids: Any) -> Team:
     return Team.of(as_devices(device_ids))
 
 
-def pipeline_devices_of(net: Module, device_ids: Any) -> list[Sequence[torch.device]]:
-    """Return the devices of a pipeline, and of each copy of it; nothing for other modules.
-
-    Raises:
-        ValueError: the first list is not the pipeline's own; lists of different lengths.
-    """
-    if not isinstance(net, Pipeline):
-        return []
-    own = net.device_ids
-    given: Any = [own] if device_ids is None else device_ids
-    is_nested = all(isinstance(each, list | tuple) for each in given)
-    lists: list[Sequence[torch.device]] = [list(as_devices(each)) for each in (given if is_nested else [given])]
-    if lists[0] != own or any(len(each) != len(own) for each in lists):
-        raise ValueError(
-            f"device_ids must be the pipeline's own devices, {list(map(str, own))}, and then as many for each copy of "
-            f"it, not {device_ids}"
-        )
-    return lists
+def _is_nested(device_ids: Any) -> bool:
+    return isinstance(device_ids, list | tuple) and any(isinstance(each, list | tuple) for each in device_ids)
 
 
 def check_device(net: Module, team: Team) -> None:

@@ -12,8 +12,6 @@ from mgpu_core.parallel.first_calls import Call, FirstCalls
 from mgpu_core.parallel.first_calls.labels import LABELLED, OF_A_STEP, Labels
 from mgpu_core.pipeline.module import Pipeline
 from mgpu_core.ranks.random import random_numbers_kept
-from mgpu_core.ranks.team import Team
-from mgpu_core.ranks.worker_choice import WorkerChoice
 from mgpu_core.step.checkpoint import load_state
 from mgpu_core.step.cuda_graphs import CapturedSteps
 from mgpu_core.step.forward_backward import ForwardBackward, RankPart
@@ -61,7 +59,6 @@ class StepParts:
     Attributes:
         options, split_plan: the same.
         loss_scale: of float16.
-        choice: how ranks run, in threads or one after the other.
         communication: how gradients are summed; a hook of the user's outlives a rebuild.
         keeps_accumulating: no call updates.
         replicas, modules, net, gradients, optimizer_step, passes, update: see their classes.
@@ -81,15 +78,14 @@ class StepParts:
         team, devices = options.team, set(options.team.devices)
         self.device = team.devices[0]
         self.loss_scale = LossScale(options.amp_dtype)
-        self.choice = WorkerChoice(options.workers, team.devices, options.rng)
         self.in_shards = options.shard_optimizer and len(devices) > 1
         self.communication = Communication(options, len(devices) if self.in_shards else 1, processes)
         self.keeps_accumulating = False
-        has_parts = len(team) > 1 or bool(options.pipeline_devices)
+        has_parts = len(team) > 1 or isinstance(options.module, Pipeline)
         is_exact = options.loss_fn is None or LossWeights(options.loss_fn).are_exact
         self.calls, self.next_check = 0, int(has_parts and options.loss_on == "ranks" and not is_exact)
         is_mean = options.loss_fn is None and options.reduction == "mean"
-        labels = [(Labels(options.module, OF_A_STEP), LABELLED)] if has_parts and is_mean else []
+        labels = [(Labels(OF_A_STEP), LABELLED)] if has_parts and is_mean else []
         self.first_calls = FirstCalls(*labels)
         self.refusal: tuple[type[Exception], str] | None = None
         self._is_closed = self._is_built = False
@@ -104,9 +100,7 @@ class StepParts:
         self.replicas = Replicas(options.module, team)
         static = options.static_graph or options.capture
         self.net = RankModules(options.module, team, self.replicas.parameters, static=static)
-        lists = options.pipeline_devices
-        ends = Team.of([each[-1] for each in lists]) if lists else team
-        loss = loss_of_ranks(options.loss_fn, ends, static=static)
+        loss = loss_of_ranks(options.loss_fn, team, static=static)
         self.modules = [self.net, *([loss] if isinstance(loss, RankModules) else [])]
         tree = self.net.tree
         if options.workers == "caller" and tree.ranks_meet and len(team) > 1:
@@ -120,10 +114,10 @@ class StepParts:
         self.optimizer_step = OptimizerStep(options.optimizer, self.replicas, self.gradients, self.in_shards)
         # Ranks that share a GPU take turns where a graph is recorded on their stream; those that meet have no graphs.
         rng = "turns" if options.capture and not tree.ranks_meet else options.rng
-        parts = options, self.replicas, self.net, loss, rng, self.choice, self.split_plan
+        parts = options, self.replicas, self.net, loss, rng, self.split_plan
         self.passes = ForwardBackward(*parts)
         if isinstance(options.module, Pipeline):
-            self.passes = PipelinePasses(options.module, lists[1:], *parts)
+            self.passes = PipelinePasses(options.module, *parts)
         self.update = Update(
             self.replicas, self.gradients, self.optimizer_step, self.loss_scale, processes,
             BufferSnapshot(self.modules), steps,
@@ -181,7 +175,7 @@ class StepParts:
         """
         if self.first_calls.go_on:
             arguments = [(part.inputs, part.kwargs) for part in parts]
-            self.first_calls.end(self.first_calls.begin(Call((), arguments=arguments, rows=rows)))
+            self.first_calls.end(self.first_calls.begin(Call(self.options.module, arguments=arguments, rows=rows)))
         if self.calls != self.next_check:
             return self.passes.run(window, parts, rows, inputs, keep_outputs)
         self.next_check *= 2
@@ -208,7 +202,7 @@ class StepParts:
             warn_user(warning_of_state(state, len(losses)))
             return LossCheck(None, reason="the loss keeps a state of its own")
         if state.side:
-            if self.passes.workers == "threads":
+            if self.passes.workers.way == "threads":
                 warn_user(warning_of_side(state, gathers=False))
             return LossCheck(None, reason="the loss reads what the forwards change")
         with self.passes.autocast(device):
@@ -339,7 +333,6 @@ class StepParts:
         self.update.steps = int(state["steps"])
         self.loss_scale.load_state_dict(state["loss_scale"])
         self.split_plan.resume(state["shares"])
-        self.choice.resume(state.get("workers", ()))
         self.gradients.abandon()
         self.update.close()
 

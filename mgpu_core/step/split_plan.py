@@ -22,6 +22,7 @@ from mgpu_core.devices.memory import total_nbytes
 from mgpu_core.parallel.scatter_inputs import check_shares
 from mgpu_core.ranks.rank_clock import RankClock
 from mgpu_core.ranks.team import Team
+from mgpu_core.ranks.worker_choice import Workers
 from mgpu_core.support.tables import Table, html_of
 
 __all__ = ["AutoShares", "Plan", "RankPlan", "SplitPlan"]
@@ -42,6 +43,7 @@ class RankPlan(NamedTuple):
         share: its part of the rows, of 1.
         rows: that it had in the last call; 0 before the first.
         workers: ``threads``: it runs in a thread of its own; ``caller``: in the caller's, one rank after the other.
+        why: the reason for that.
     """
 
     rank: int
@@ -49,14 +51,15 @@ class RankPlan(NamedTuple):
     share: float
     rows: int
     workers: str
+    why: str
 
 
 class Plan(list[RankPlan]):
     """One :class:`RankPlan` per rank; a notebook shows a table."""
 
     def _repr_html_(self) -> str:
-        cells = ((each.rank, each.device, f"{each.share:.1%}", each.rows, each.workers) for each in self)
-        return html_of([Table([RankPlan._fields, *cells], words=(1, 4))])
+        cells = ((each.rank, each.device, f"{each.share:.1%}", each.rows, each.workers, each.why) for each in self)
+        return html_of([Table([RankPlan._fields, *cells], words=(1, 4, 5))])
 
 
 class _Trial(NamedTuple):
@@ -223,12 +226,12 @@ class SplitPlan:
                 self.shares = self._auto.shares
                 self._timed.clear()  # what was measured with other shares
 
-    def table(self, workers: str) -> Plan:
+    def table(self, workers: Workers) -> Plan:
         """Return the work of each rank; ``workers`` is how they run."""
         shares = self.shares or [1.0] * len(self._team)
         rows = [*self.rows, *[0] * (len(self._team) - len(self.rows))]
         return Plan(
-            RankPlan(rank, device, shares[rank] / sum(shares), rows[rank], workers)
+            RankPlan(rank, device, shares[rank] / sum(shares), rows[rank], *workers)
             for rank, device in enumerate(self._team.devices)
         )
 

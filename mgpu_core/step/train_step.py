@@ -31,7 +31,6 @@ from mgpu_core.step.options import (
     check_device,
     check_module,
     nonfinite_is_error,
-    pipeline_devices_of,
     team_of,
 )
 from mgpu_core.step.parts import Result, StepParts
@@ -69,8 +68,8 @@ class TrainStep:
             others get the values.
         device_ids: one device per rank, as for :class:`mgpu_core.DataParallel`; ``None``: all accelerators (of several
             processes that ``torchrun`` has started here, each takes its part), else as many CPU ranks as
-            ``MGPU_CORE_CPU_RANKS`` says, else the module's own device.  For a :class:`mgpu_core.Pipeline` its own, or
-            a list of lists, of which the first is its own: the others get copies, and each has a part of the rows.
+            ``MGPU_CORE_CPU_RANKS`` says, else the module's own device.  A :class:`mgpu_core.Pipeline` runs on its
+            own.
         process_group: of ``torch.distributed``, whose processes train together, each with a team and rows of its own:
             the numbers are those of one device with all rows of all processes.  All of them make the step at the same
             time, get the values of process 0, and make as many calls as each other, with empty batches if need be.
@@ -105,8 +104,8 @@ class TrainStep:
 
     Args for how ranks run:
         workers: ``threads``: each rank in a thread of its own; ``caller``: one after the other in the caller's thread;
-            ``auto``: on CPU ranks the caller's thread, on accelerators the faster way, measured over the first calls of
-            each size of a batch (see :meth:`plan`).
+            ``auto``: threads where each rank has an accelerator of its own, otherwise the caller's thread (see
+            :meth:`plan`).
         rng: as for :class:`mgpu_core.DataParallel`.
         static_graph: make the replicas once; of later changes of the module only modes, frozen parameters and values
             are followed.
@@ -161,7 +160,6 @@ class TrainStep:
             optimizer=optimizer,
             team=team,
             has_processes=has_processes,
-            pipeline_devices=pipeline_devices_of(net, device_ids),
             dim=dim,
             reduction=reduction_of(loss_fn, reduction),
             loss_on=loss_on,
@@ -265,9 +263,8 @@ class TrainStep:
             window = update.begin(options)
             window.is_whole &= not parts.keeps_accumulating
             is_due = not parts.keeps_accumulating and window.calls + 1 >= options.accumulate
-            is_timed = parts.choice.is_open or parts.split_plan.is_timed
-            if is_timed:
-                passes.plan(inputs)
+            if parts.split_plan.is_timed:
+                parts.split_plan.follow_the_clocks()
             ranks, rows = passes.split(inputs, kwargs)
             gradients.begin(len(ranks), overlap=is_due, goes_on=window.calls > 0)
             parts.calls += 1
@@ -282,8 +279,6 @@ class TrainStep:
                 update.commit(options)
             else:
                 gradients.set_aside()
-            if is_timed:
-                passes.take_time()
             return loss, outputs, numbers
         except BaseException as error:
             parts.give_up()
@@ -293,7 +288,7 @@ class TrainStep:
             raise
 
     def plan(self) -> Plan:
-        """Return each rank's plan: its device, its share of the rows, its rows in the last call, and how it runs."""
+        """Return the plan of each rank: its device, share of the rows, rows in the last call, how it runs, and why."""
         return self._split_plan.table(self._parts.passes.workers)
 
     def evaluate(self, *inputs: Any, return_outputs: bool = False, aux: bool = False, **kwargs: Any) -> Any:
@@ -400,7 +395,6 @@ class TrainStep:
             self._ready()
             counts: dict[str, Any] = {"steps": self.steps, "loss_scale": self.loss_scale.state_dict()}
             counts["shares"] = self._split_plan.measured()
-            counts["workers"] = self._parts.choice.chosen()
             return state_of(self.module, self.optimizer) | counts
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

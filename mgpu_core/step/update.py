@@ -20,7 +20,7 @@ from mgpu_core.devices.memory import note_written
 from mgpu_core.step.grad_clip import are_finite, check_finite, clip, factor_of, multiply
 from mgpu_core.step.grad_scaler import LossScale
 from mgpu_core.step.loss import Window
-from mgpu_core.step.optimizer_step import OptimizerStep
+from mgpu_core.step.optimizer_step import LeftOverStep, OptimizerStep
 from mgpu_core.step.options import Options
 from mgpu_core.step.process_sums import ProcessSums
 from mgpu_core.step.reducer import Gradients
@@ -79,7 +79,7 @@ class Update:
         """Prepare for the gradients of a call; the first one opens a window, with the options as they are now."""
         if not self.window.calls:
             self.open_window(options.reduction, options.accumulate)
-            del self.optimizer_step.spent[:]
+            del self.optimizer_step.left_over.spent[:]
             self._buffers.take()
         return self.window
 
@@ -164,7 +164,8 @@ class Update:
     def _count(self, used: list[bool]) -> None:
         """Count an update of these parameters, and close the window."""
         optimizer_step = self.optimizer_step
-        optimizer_step.spent[:] = map(_grad_of, self.replicas.own)
+        optimizer_step.left_over.spent[:] = map(_grad_of, self.replicas.own)
+        optimizer_step.pre_hooks[LeftOverStep.KEY] = optimizer_step.left_over
         if optimizer_step.has_copies:
             optimizer_step.remember_values()
         self.used = used

@@ -30,7 +30,6 @@ from mgpu_core.errors import Error
 from mgpu_core.ranks.context import checkpoint_closure
 from mgpu_core.ranks.random import current_generator, current_stream, numbers_of
 from mgpu_core.ranks.run import Run, current_lane
-from mgpu_core.tensor_parallel.shards import of_other_ranks
 from mgpu_core.trace import tracer
 from mgpu_core.trace.events import ALL_RANKS
 from mgpu_core.trace.tracer import mark, span
@@ -141,6 +140,20 @@ def _own_forward(layer: Module) -> Callable[..., torch.Tensor]:
     return lambda *args, **kwargs: function(layer_ref(), *args, **kwargs)
 
 
+def _of_other_ranks(tokens: torch.Tensor, counts: Sequence[int], rank: int) -> torch.Tensor:
+    """Return which tokens are in the parts of a vocabulary that other ranks have.
+
+    Tokens outside the vocabulary belong to the first and the last rank, where torch refuses them.
+    """
+    begin, end = sum(counts[:rank]), sum(counts[: rank + 1])
+    elsewhere = torch.zeros_like(tokens, dtype=torch.bool)
+    if rank > 0:
+        elsewhere |= tokens < begin
+    if rank < len(counts) - 1:
+        elsewhere |= tokens >= end
+    return elsewhere
+
+
 def cut_layer(layer: Module, name: str, word: str, rank: int, counts: Sequence[int]) -> None:
     """Let a layer that has a rank's part of its parameters meet the other ranks around its own forward.
 
@@ -167,7 +180,7 @@ def cut_layer(layer: Module, name: str, word: str, rank: int, counts: Sequence[i
         return total if bias is None else total + bias.to(total.dtype)
 
     def of_tokens(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: A002
-        elsewhere = of_other_ranks(input, counts, rank)
+        elsewhere = _of_other_ranks(input, counts, rank)
         rows = inner((input - begin).masked_fill(elsewhere, 0), *args, **kwargs)
         return joint(rows.masked_fill(elsewhere.unsqueeze(-1), 0))
 

@@ -55,7 +55,6 @@ def doctor(parser: argparse.ArgumentParser) -> None:
 def explain(parser: argparse.ArgumentParser) -> None:
     """Add the options of `mgpu explain`."""
     add = parser.add_argument
-    # By default the last step, which is shown, comes after those in which `workers="auto"` measures.
     add("--skip", type=int, default=3, metavar="N", help="steps that pass first (default: %(default)s)")
     add("--steps", type=int, default=6, metavar="N", help="steps to record (default: %(default)s)")
     add("--html", type=Path, metavar="FILE", help="write the animated page")

@@ -178,13 +178,11 @@ class Schedule:
     Attributes:
         actions: ``(slot, stage, "forward" or "backward", micro-batch)`` each.
         workers: of each stage, by index; a worker runs one action at a time.
-        first_rank: of the span of stage 0; copies of a pipeline follow each other.
         borders: ``(stage, stage that reads, bytes forward, bytes backward)`` of all micro-batches.
     """
 
     actions: tuple[tuple[int, int, str, int], ...]
     workers: tuple[int, ...]
-    first_rank: int
     borders: tuple[tuple[int, int, int, int], ...]
     host_begin_ns: int
     thread: int

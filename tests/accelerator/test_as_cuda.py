@@ -9,7 +9,7 @@ from fakes.accelerator import as_cuda, device_module
 from fakes.as_gpus import gpus  # noqa: F401
 from torch import nn
 
-from mgpu_core import DataParallel, Error, Predictor
+from mgpu_core import Error, Predictor
 from mgpu_core._core import Stream
 from mgpu_core.comm.algorithms import AllReduce
 from mgpu_core.devices import streams
@@ -211,34 +211,6 @@ def test_a_recording_sums_on_another_stream_than_steps_of_other_threads():
     CudaRecorder().record(FAKE, lambda: seen.append(summing()) or [])
     assert summing() not in (seen[0], current())
     assert seen[0] != streams.own_stream("capture", 1)
-
-
-def parallel(team):
-    return DataParallel(nn.Linear(2, 2).to("fake:0"), team, workers="auto")
-
-
-def test_measuring_how_ranks_run_waits_for_no_whole_device():
-    """That would invalidate what another thread records."""
-    model, x = parallel(["fake:0", "fake:1"]), torch.ones(4, 2)
-    device_module.built.take_host_waits()
-    for _ in range(12):
-        model(x)
-    waits = device_module.built.take_host_waits()
-    assert "stream" in waits
-    assert "device" not in waits
-
-
-def test_a_forward_that_is_recorded_is_not_measured():
-    model, x = parallel(["fake:0", "fake:0"]), torch.ones(4, 2, device="fake:0")
-
-    def work():
-        device_module.built.take_host_waits()
-        for _ in range(4):
-            model(x)
-        assert device_module.built.take_host_waits() == []
-        return []
-
-    CudaRecorder().record(torch.device("fake", 0), work)
 
 
 def test_a_predictor_is_made_and_refreshed_without_a_wait_for_a_whole_device():

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import threading
 
 import pytest
 import torch
@@ -119,6 +120,17 @@ def test_each_rank_has_its_tensors_and_its_device(team):
     assert sorted(spy.seen) == wanted
     assert spy.calls.item() == 1, "rank 0's buffers are the module's own"
     assert torch.accelerator.current_device_index() == current == 0
+
+
+@pytest.mark.parametrize(
+    ("team", "in_threads"), [(["fake:0", "fake:1"], True), (["fake:0", "fake:0"], False), (["fake:0", "cpu"], False)]
+)
+def test_auto_is_threads_where_no_rank_shares_its_accelerator(team, in_threads):
+    net, threads = nn.Linear(2, 2).to("fake:0"), []
+    net.register_forward_pre_hook(lambda *_: threads.append(threading.get_ident()))
+    DataParallel(net, team, workers="auto")(torch.ones(4, 2, device="cpu"))
+    assert len(threads) == 2
+    assert (threading.get_ident() in threads) != in_threads
 
 
 def test_no_device_ids_are_all_fake_devices():

@@ -3,6 +3,7 @@
 import inspect
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -183,3 +184,9 @@ def test_the_function_is_not_hidden_by_its_file():
         "from mgpu_core import data_parallel; assert mgpu_core.data_parallel is data_parallel is own"
     )
     subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=120)
+
+
+def test_the_function_can_be_put_in_another_ones_place():
+    with mock.patch("mgpu_core.data_parallel", "other"):
+        assert mgpu_core.data_parallel == "other"
+    assert mgpu_core.data_parallel is data_parallel

@@ -51,16 +51,30 @@ class ScalesOnce(nn.Linear):
         return super().forward(x)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+class ScalesAndFails(ScalesOnce):
+    def forward(self, x):
+        super().forward(x)
+        raise ValueError("after it has scaled its weight")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_a_module_that_writes_a_parameter_once_answers_no_request(ranks):
     """Ranks of one device share parameters: each would scale them."""
     x = torch.ones(1, 3, device=cpu(1)[0])
     net = ScalesOnce(3, 2, device=cpu(1)[0]).eval()
+    text = "call the module once in eval mode before the Predictor is made"
     with Predictor(net, cpu(ranks), max_batch=4, max_wait_ms=20) as predict:
-        futures = [predict.submit(x) for _ in range(8)]
-        for each in futures:
-            with pytest.raises(RuntimeError, match="call the module once in eval mode before the Predictor is made"):
+        for each in [predict.submit(x) for _ in range(8)]:
+            with pytest.raises(RuntimeError, match=text):
                 each.result(30)
+        for _ in range(2 * ranks):  # one after the other: each rank is asked
+            with pytest.raises(RuntimeError, match=text):
+                predict(x)
+    with Predictor(ScalesAndFails(3, 2, device=cpu(1)[0]), cpu(ranks)) as predict:
+        with pytest.raises(ValueError, match="after it has scaled its weight"):
+            predict(x)
+        with pytest.raises(RuntimeError, match=text):
+            predict(x)
     with torch.no_grad():
         wanted = net(x)
     with Predictor(net, cpu(ranks)) as predict:

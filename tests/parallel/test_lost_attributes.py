@@ -1,6 +1,8 @@
 """Attributes that a forward assigns are lost, and said to be, once."""
 
+import gc
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -109,3 +111,56 @@ def test_five_are_named_and_the_others_counted():
 
     (text,) = lost_warnings(mgpu_core.DataParallel(Many(), ["cpu"] * 2), torch.ones(4, 2))
     assert "the forward of Many assigns a0, a1, a2, a3, a4 and 63 more: with several ranks" in text
+
+
+class Appends(torch.nn.Linear):
+    """Appends to a list that all ranks share, once calls no longer fail; returns its loss where labels are given."""
+
+    def __init__(self):
+        super().__init__(2, 2)
+        self.seen, self.failures = [], 3
+
+    def forward(self, x, labels=None):
+        if self.failures and len(x) > 1:
+            raise ValueError("not yet")
+        if labels is not None:
+            return torch.nn.functional.cross_entropy(super().forward(x), labels)
+        self.seen.append(1)
+        return super().forward(x)
+
+
+def test_calls_that_fail_are_not_among_the_first():
+    module = Appends()
+    model = mgpu_core.DataParallel(module, ["cpu"] * 2)
+    for _ in range(3):
+        with pytest.raises(ValueError, match="not yet"):
+            model(torch.ones(4, 2))
+    module.failures = 0
+    model(torch.ones(4, 2))
+    with pytest.warns(UserWarning, match="the forward of Appends changes seen: all ranks share it"):
+        model(torch.ones(4, 2))
+
+
+def test_calls_of_one_rank_and_of_methods_do_not_count_for_labels():
+    module = Appends()
+    module.failures = 0
+    model = mgpu_core.DataParallel(module, ["cpu"] * 2)
+    x, labels = torch.ones(4, 2), torch.tensor([0, -100, 1, 1])
+    with warnings.catch_warnings(action="ignore"):
+        for _ in range(9):
+            model(x[:1], labels=labels[:1])
+            model.call("extra_repr")
+    with pytest.warns(UserWarning, match="the ranks have 1, 2 labels other than -100 in 2, 2 rows"):
+        model(x, labels=labels)
+
+
+def test_a_module_that_takes_the_others_place_is_looked_at_and_the_other_is_let_go():
+    model = mgpu_core.DataParallel(Counting(), ["cpu"] * 2)
+    other, before = Appends(), weakref.ref(model.module)
+    other.failures = 0
+    model.module = other
+    model(torch.ones(4, 2))
+    with pytest.warns(UserWarning, match="the forward of Appends changes seen"):
+        model(torch.ones(4, 2))
+    gc.collect()
+    assert before() is None

@@ -125,19 +125,6 @@ def test_the_first_call_shows_the_order_of_the_calls():
     assert_same_gradients(net, whole)
 
 
-def test_copies_of_a_pipeline_find_the_same_cut():
-    torch.manual_seed(0)
-    net = Reversed()
-    whole = copy.deepcopy(net).to(cpu(1)[0])
-    devices = [cpu(2), cpu(4)[2:]]
-    step = TrainStep(Pipeline(net, devices[0], chunks=2), loss_fn, torch.optim.SGD(net.parameters(), lr=0.0), devices)
-    x, target = batch(cpu(1)[0])
-    for _ in range(2):
-        whole.zero_grad()
-        assert float(step(x, target)) == pytest.approx(train(whole, x, target, 4), abs=1e-12)
-        assert_same_gradients(net, whole)
-
-
 def test_names_in_another_order_than_the_calls_are_refused_at_the_first_call():
     pipe = Pipeline(Reversed(), cpu(2), split_points=["blocks.2"], chunks=2)
     with pytest.raises(ValueError, match=r"no layer is called before split point 'blocks\.2'"):
@@ -290,8 +277,7 @@ def test_twenty_runs_with_tied_weights_have_one_set_of_bits():
     assert len(bits) == 1
 
 
-@pytest.mark.parametrize("devices", [None, "copies"])
-def test_replicated_arguments_are_cut_once(devices):
+def test_replicated_arguments_are_cut_once():
     class Net(Plain):
         def forward(self, x, table):
             return super().forward(x) + table.sum()
@@ -299,9 +285,8 @@ def test_replicated_arguments_are_cut_once(devices):
     torch.manual_seed(0)
     net = Net()
     whole = copy.deepcopy(net).to(cpu(1)[0])
-    lists = [cpu(2), cpu(4)[2:]] if devices else None
     pipe = Pipeline(net, cpu(2), split_points=["blocks.2"], chunks=2)
-    step = TrainStep(pipe, loss_fn, torch.optim.SGD(net.parameters(), lr=0.0), lists)
+    step = TrainStep(pipe, loss_fn, torch.optim.SGD(net.parameters(), lr=0.0))
     x, target = batch(pipe.device_ids[0])
     table = torch.arange(float(ROWS), dtype=torch.float64, device=x.device)  # as many entries as rows
     wanted = loss_fn(whole(x, table), target)

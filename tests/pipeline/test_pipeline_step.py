@@ -2,21 +2,18 @@
 
 import copy
 import gc
+import re
 import weakref
 
 import pytest
 import torch
 from fakes.nets import cpu
 from fakes.stacks import STACKS, Gpt, loss_fn, mse, resnet
-from fakes.traces import of
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mgpu_core import Pipeline, TrainStep, optim
 from mgpu_core.pipeline.visits import Visit
-from mgpu_core.step.pipeline_copies import PipelineCopies
-from mgpu_core.trace import tracer
-from mgpu_core.trace.events import Span
 
 OPTIMIZERS = {
     "torch": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
@@ -213,72 +210,13 @@ def test_memory_of_micro_batches_in_flight(schedule, checkpoint, wanted):
     assert [part.most for part in parts] == [100 * count for count in wanted]
 
 
-def pairs_of(copies, stages):
-    """The devices of each copy of a pipeline."""
-    devices = cpu(copies * stages)
-    return [devices[i : i + stages] for i in range(0, len(devices), stages)]
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize(("copies", "stages"), [(2, 2), (3, 1), (2, 3)])
-def test_copies_of_a_pipeline_train_as_one_net(copies, stages, optimizer):
-    stack, devices = STACKS["gpt"], pairs_of(copies, stages)
-    net = stack.net()
-    whole = copy.deepcopy(net).to(cpu(1)[0])
-    pipeline = Pipeline(net, devices[0], split_points=stack.points(stages), chunks=2)
-    make, options = OPTIMIZERS[optimizer], {"clip_norm": 0.5, "accumulate": 2}
-    piped = TrainStep(pipeline, loss_fn, make(pipeline.parameters()), devices, **options)
-    alone = TrainStep(whole, loss_fn, make(whole.parameters()), cpu(1), **options)
-    x, target = stack.x.to(cpu(1)[0]), stack.target.to(cpu(1)[0])
-    for rows in (8, 7, 8, 1, 8, 5, 8, 8):
-        loss, outputs = piped(x[:rows], target[:rows], return_outputs=True)
-        wanted, whole_outputs = alone(x[:rows], target[:rows], return_outputs=True)
-        assert float(loss) == pytest.approx(float(wanted), rel=1e-6)
-        assert torch.allclose(outputs.cpu(), whole_outputs.cpu(), rtol=1e-6)
-    assert differing(pipeline, whole) == []
-    assert float(piped.evaluate(x, target)) == pytest.approx(float(alone.evaluate(x, target)), rel=1e-6)
-
-
-def copies_of_norms():
-    """Three pipelines of a parameter, a buffer and a module per stage, and more."""
-    pipelines = [Pipeline([nn.BatchNorm1d(2), nn.BatchNorm1d(2)], each) for each in pairs_of(3, 2)]
-    return PipelineCopies(pipelines), *pipelines
-
-
-def test_copies_follow_values_modes_and_what_is_frozen():
-    copies, own, *others = copies_of_norms()
-    own.module[1].eval().weight.requires_grad_(False)
-    for value in (5, 6):
-        for each in [*own.buffers(), own.module[1].bias]:
-            nn.init.constant_(each, value)
-        copies.follow()
-        for other in others:
-            assert [each.tolist() for each in other.buffers()] == [[value] * 2, [value] * 2, value] * 2
-            assert [each.tolist() for each in other.parameters()] == [[1, 1], [0, 0], [1, 1], [value] * 2]
-            assert [each.training for each in other.module.modules()] == [True, True, False]
-            assert [each.requires_grad for each in other.parameters()] == [True, True, False, True]
-
-
-def test_gradients_of_copies_alone_are_added_and_recorded():
-    copies, own, *others = copies_of_norms()
-    for number, other in enumerate(others, 1):
-        other.module[1].bias.grad = torch.full_like(other.module[1].bias, number)
-    with tracer.tracing() as trace:
-        copies.follow()
-        copies.add_gradients()
-    grads = [[each.grad for each in pipeline.parameters()] for pipeline in (own, *others)]
-    assert grads[0][3].tolist() == [3, 3]
-    assert [*grads[0][:3], *grads[1], *grads[2]] == [None] * 11
-    assert [each.step for each in of(trace, Span)] == ["replicate", "reduce"]
-
-
-def test_copies_are_made_anew_from_a_changed_net():
-    devices, x = pairs_of(2, 2), torch.rand(8, 2, dtype=torch.float64, device=cpu(1)[0])
+def test_a_step_is_made_anew_from_a_changed_net():
+    x = torch.rand(8, 2, dtype=torch.float64, device=cpu(1)[0])
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).double()
-    pipeline = Pipeline(net, devices[0], chunks=2)
-    step = TrainStep(pipeline, mse, torch.optim.SGD(net.parameters(), lr=0.1), devices)
+    pipeline = Pipeline(net, cpu(2), chunks=2)
+    step = TrainStep(pipeline, mse, torch.optim.SGD(net.parameters(), lr=0.1))
     step(x, x)
-    net[1] = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2)).double().to(devices[0][1])
+    net[1] = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2)).double().to(cpu(2)[1])
     step.optimizer.param_groups[0]["params"] = list(net.parameters())
     step.rebuild()
     whole = copy.deepcopy(net).to(cpu(1)[0])
@@ -287,27 +225,14 @@ def test_copies_are_made_anew_from_a_changed_net():
     assert differing(pipeline, whole) == []
 
 
-def test_a_copy_that_fails_leaves_everything_as_it_was():
-    failing = Failing("forward")
-    devices = pairs_of(2, 2)
-    net = Pipeline([nn.Linear(2, 2), failing], devices[0], chunks=2)
-    step = TrainStep(net, mse, torch.optim.SGD(net.parameters(), lr=0.1), devices)
-    x = torch.rand(8, 2, device=cpu(1)[0])
-    step(x, x)
-    before = copy.deepcopy(net.state_dict())
-    failing.fails, failing.calls = True, 3
-    with pytest.raises(KeyError, match="in stage 1, micro-batch 0"):
-        step(x, x)
-    failing.fails = False
-    assert all(torch.equal(before[name], each) for name, each in net.state_dict().items())
-    step(x, x)
-
-
-def test_the_first_devices_must_be_those_of_the_pipeline():
+@pytest.mark.parametrize("devices", [[cpu(2), cpu(2)], [cpu(2)], cpu(3), cpu(4), [cpu(2), "cpu"]], ids=str)
+def test_a_step_runs_on_the_devices_of_its_pipeline_alone(devices):
     net = Pipeline([nn.Linear(2, 2), nn.Linear(2, 2)], cpu(2))
-    for devices in ([cpu(2), cpu(3)], [cpu(3), cpu(3)]):
-        with pytest.raises(ValueError, match=r"as many devices|own devices"):
-            TrainStep(net, mse, torch.optim.SGD(net.parameters(), lr=0.1), devices)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    own = re.escape(str(list(map(str, net.device_ids))))
+    with pytest.raises(ValueError, match=f"the pipeline's own devices, {own}, or left out: a step makes no copies"):
+        TrainStep(net, mse, optimizer, devices)
+    assert TrainStep(net, mse, optimizer, cpu(2)).team.devices == (net.device_ids[-1],)
 
 
 def test_a_loss_that_compares_rows_is_warned_of():
@@ -325,7 +250,6 @@ def test_a_loss_that_compares_rows_is_warned_of():
         ({"static_graph": True}, "static_graph"),
         ({"shard_optimizer": True}, "shard_optimizer"),
         ({"loss_on": "gathered"}, "gathered"),
-        ({"device_ids": ["cpu"] * 3}, "pipeline's own devices"),
     ],
 )
 def test_options_that_make_no_sense_are_refused_by_name(options, message):
@@ -382,12 +306,11 @@ def test_dropout_is_reproducible():
 
 
 @pytest.mark.parametrize("rows", [1, 3, 5, 8])
-def test_rows_are_cut_once_into_the_micro_batches_of_all_copies(rows):
-    devices = pairs_of(2, 2)
+def test_fewer_rows_make_fewer_micro_batches(rows):
     net = nn.Sequential(nn.Linear(2, 2), nn.Tanh()).double()
     whole = copy.deepcopy(net).to(cpu(1)[0])
-    pipeline = Pipeline(net, devices[0], split_points=["1"], chunks=2)
-    step = TrainStep(pipeline, mse, torch.optim.SGD(net.parameters(), lr=0.1), devices)
+    pipeline = Pipeline(net, cpu(2), split_points=["1"], chunks=4)
+    step = TrainStep(pipeline, mse, torch.optim.SGD(net.parameters(), lr=0.1))
     x = torch.rand(rows, 2, dtype=torch.float64, device=cpu(1)[0])
     alone = TrainStep(whole, mse, torch.optim.SGD(whole.parameters(), lr=0.1), cpu(1))
     assert float(step(x, x)) == pytest.approx(float(alone(x, x)), rel=1e-12)

@@ -312,26 +312,3 @@ def test_ranks_in_a_rank_draw_one_result(ranks):
 
     first = run()
     assert all(run() == first for _ in range(6))
-
-
-def test_copies_of_a_pipeline_with_attention_that_draws_do_not_wait_for_each_other():
-    class Attends(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(1))
-
-        def forward(self, x):
-            return DRAWN["attention"](x[:, None].expand(-1, 3, -1))[:, 0] * self.weight
-
-    def run():
-        net = nn.Sequential(Attends(), Attends())
-        devices = cpu(4)
-        pipeline = Pipeline(net, devices[:2], split_points=["1"], chunks=2)
-        step = TrainStep(
-            pipeline, loss_fn, torch.optim.SGD(pipeline.parameters(), lr=1e-3), [devices[:2], devices[2:]],
-            reduction="sum",
-        )  # fmt: skip
-        torch.manual_seed(0)
-        return [step(torch.ones(8, 4), torch.ones(8, 4)).item() for _ in range(2)]
-
-    assert run() == run()

@@ -1,9 +1,7 @@
-"""Threads or the caller's thread: what is measured, what is kept, and where only threads will do."""
+"""Threads or the caller's thread: what is asked for, what `auto` means, and where only threads will do."""
 
 import threading
-import time
-from contextlib import contextmanager
-from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -12,146 +10,34 @@ from torch import nn
 from torch.nn import functional as F
 
 from mgpu_core import DataParallel, TrainStep, convert_sync_batchnorm, optim
-from mgpu_core.ranks.worker_choice import SAMPLES, WARM_UP, WorkerChoice, check_workers, size_of
+from mgpu_core.ranks.worker_choice import check_workers, workers_for
 
-pytestmark = pytest.mark.usefixtures("with_gil")
-CPUS, OTHERS = [torch.device("cpu")] * 2, [torch.device("meta")] * 2  # which stands for an accelerator
-CALLS = 2 * (WARM_UP + SAMPLES)
+CPU, OTHERS = torch.device("cpu"), [torch.device("meta", index) for index in range(3)]  # which stand for accelerators
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    """A clock that the test moves on."""
-    now = [0.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: SimpleNamespace(synchronize=list))
-    return now
-
-
-def call(choice, clock, seconds, size=(4,)):
-    """One call, which takes the time of its way; returns the way."""
-    is_timed = choice.begin(size)
-    clock[0] += seconds[choice.now]
-    if is_timed:
-        choice.end(size)
-    return choice.now
-
-
-@pytest.mark.parametrize("faster", ["threads", "caller"])
-def test_the_faster_way_is_kept(faster, clock):
-    choice = WorkerChoice("auto", OTHERS, "auto")
-    seconds = {"threads": 2.0, "caller": 2.0} | {faster: 1.0}
-    tried = [call(choice, clock, seconds) for _ in range(CALLS)]
-    assert tried.count("threads") == tried.count("caller") == CALLS // 2
-    assert [call(choice, clock, seconds) for _ in range(5)] == [faster] * 5
-    assert choice.chosen() == [[[4], faster]]
-
-
-def test_each_size_is_measured(clock):
-    choice = WorkerChoice("auto", OTHERS, "auto")
-    for _ in range(CALLS):
-        call(choice, clock, {"threads": 1.0, "caller": 2.0}, size=(4,))
-        call(choice, clock, {"threads": 2.0, "caller": 1.0}, size=(64,))
-    assert call(choice, clock, {"threads": 9.0, "caller": 9.0}, size=(4,)) == "threads"
-    assert call(choice, clock, {"threads": 9.0, "caller": 9.0}, size=(64,)) == "caller"
-
-
-def test_the_first_calls_count_for_nothing(clock):
-    choice = WorkerChoice("auto", OTHERS, "auto")
-    for i in range(CALLS):
-        call(choice, clock, {"threads": 100.0 if i < 2 * WARM_UP else 1.0, "caller": 2.0})
-    assert choice.chosen() == [[[4], "threads"]]
+@pytest.mark.parametrize("asked", ["threads", "caller"])
+@pytest.mark.parametrize("devices", [[CPU] * 2, OTHERS, OTHERS[:1] * 2])
+def test_what_is_asked_for_is_done(asked, devices):
+    assert workers_for(asked, devices) == (asked, f'workers="{asked}"')
 
 
 @pytest.mark.parametrize(
-    "choice",
+    ("devices", "way", "why"),
     [
-        lambda: WorkerChoice("threads", OTHERS, "auto"),
-        lambda: WorkerChoice("auto", OTHERS, "per_rank"),
-        lambda: WorkerChoice("auto", OTHERS[:1], "auto"),
+        (OTHERS, "threads", "each rank has an accelerator of its own"),
+        ([*OTHERS, OTHERS[1]], "caller", "ranks share an accelerator"),
+        ([CPU] * 2, "caller", "on the CPU one seed has one result only without threads"),
+        ([OTHERS[0], CPU], "caller", "on the CPU one seed has one result only without threads"),
     ],
 )
-def test_where_there_is_nothing_to_choose_it_is_threads(choice, clock):
-    choice = choice()
-    assert {call(choice, clock, {"threads": 2.0, "caller": 1.0}) for _ in range(CALLS + 2)} == {"threads"}
-    assert choice.chosen() == []
+def test_auto_is_threads_where_no_rank_shares_its_accelerator(devices, way, why):
+    assert workers_for("auto", devices) == (way, why)
 
 
-@pytest.mark.parametrize("devices", [CPUS, [OTHERS[0], CPUS[0]]])
-@pytest.mark.parametrize("rng", ["auto", "per_rank"])
-def test_on_the_cpu_it_is_always_the_caller(devices, rng, clock):
-    choice = WorkerChoice("auto", devices, rng)
-    assert {call(choice, clock, {"threads": 1.0, "caller": 2.0}) for _ in range(CALLS + 2)} == {"caller"}
-    choice.resume([[[4], "threads"]])
-    assert call(choice, clock, {"threads": 1.0, "caller": 2.0}) == "caller"
-    assert choice.chosen() == []
-    assert not choice.begin((4,), meets=True)
-    assert choice.now == "threads"
-
-
-@pytest.fixture
-def without_gil(with_gil, monkeypatch):
-    monkeypatch.setattr("sys._is_gil_enabled", lambda: False, raising=False)
-
-
-@pytest.mark.usefixtures("without_gil")
-def test_without_the_gil_it_is_threads():
-    choice = WorkerChoice("auto", OTHERS, "auto")
-    assert not choice.begin((4,))
-    assert choice.now == "threads"
-
-
-@contextmanager
-def deterministic():
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-def test_deterministic_algorithms_ask_for_threads():
-    choice = WorkerChoice("auto", OTHERS, "auto")
-    with deterministic():
-        assert not choice.begin((4,))
-        assert choice.now == "threads"
-
-
-def test_ranks_that_meet_get_threads():
-    for asked in ("auto", "threads"):
-        choice = WorkerChoice(asked, OTHERS, "auto")
-        assert not choice.begin((4,), meets=True)
-        assert choice.now == "threads"
-
-
-def test_calls_of_several_threads_may_end_after_the_choice(clock):
-    """A wrapper is called from several threads: the last timed calls end when the choice has been made."""
-    choice = WorkerChoice("auto", OTHERS, "auto")
-    for _ in range(CALLS):
-        assert choice.begin((4,))
-    for _ in range(CALLS):
-        call(choice, clock, {"threads": 1.0, "caller": 2.0})
-    choice.end((4,))
-    assert choice.chosen() == [[[4], "threads"]]
-
-
-def test_a_choice_goes_on_from_a_state(clock):
-    first, second = (WorkerChoice("auto", OTHERS, "auto") for _ in range(2))
-    for _ in range(CALLS):
-        call(first, clock, {"threads": 2.0, "caller": 1.0})
-    second.resume(first.chosen())
-    assert call(second, clock, {"threads": 1.0, "caller": 9.0}) == "caller"
-    fixed = WorkerChoice("threads", OTHERS, "auto")
-    fixed.resume(first.chosen())
-    assert call(fixed, clock, {"threads": 1.0, "caller": 9.0}) == "threads"
-
-
-def test_names_and_sizes():
+def test_names():
     check_workers("caller")
     with pytest.raises(ValueError, match="workers must be one of threads, caller, auto, not 'processes'"):
         check_workers("processes")
-    assert size_of([torch.ones(2, 3), torch.ones(1)]) == (2, 3)
-    assert size_of([1]) is size_of([]) is None
 
 
 # In a step, and in the drop-in.
@@ -167,47 +53,34 @@ def net_of(*more):
     return nn.Sequential(nn.Linear(8, 6), *more, nn.ReLU(), nn.Linear(6, 4)).double()
 
 
+class Notes(nn.Linear):
+    """Notes the threads that it runs in."""
+
+    seen: ClassVar[list[int]] = []
+
+    def forward(self, x):
+        self.seen.append(threading.get_ident())
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("options", "way", "why"),
+    [
+        ({}, "caller", "on the CPU one seed has one result only without threads"),
+        ({"workers": "threads"}, "threads", 'workers="threads"'),
+        ({"workers": "caller"}, "caller", 'workers="caller"'),
+    ],
+)
 @pytest.mark.several_ranks
-def test_a_step_says_how_its_ranks_run_and_keeps_it_in_its_state(ranks):
-    net = net_of()
-    step = TrainStep(net, F.cross_entropy, optim.SGD(net.parameters(), lr=0.1), cpu(ranks))
-    for _ in range(CALLS + 1):
-        step(*data())
-    way, measures = step.plan()[0].workers, torch.device(cpu(1)[0]).type != "cpu"
-    assert [each.workers for each in step.plan()] == [way] * ranks
-    assert measures or way == "caller"
-    state = step.state_dict()
-    assert state["workers"] == ([[[16, 8], way]] if measures else [])
-    other = net_of()
-    resumed = TrainStep(other, F.cross_entropy, optim.SGD(other.parameters(), lr=0.1), cpu(ranks))
-    for kept in ("caller", "threads"):
-        state["workers"] = [[[16, 8], kept]]
-        resumed.load_state_dict(state)
-        resumed(*data())
-        assert resumed.plan()[0].workers == (kept if measures else "caller")
-    del state["workers"]  # a state of before
-    resumed.load_state_dict(state)
-
-
-@pytest.mark.usefixtures("without_gil")
-@pytest.mark.several_ranks
-def test_without_the_gil_a_step_and_the_drop_in_measure_nothing(ranks):
-    class Notes(nn.Linear):
-        def forward(self, x):
-            seen.append(threading.get_ident())
-            return super().forward(x)
-
-    seen, net = [], Notes(8, 4).double()
-    step = TrainStep(net, F.cross_entropy, optim.SGD(net.parameters(), lr=0.1), cpu(ranks), workers="auto")
-    wrapper = DataParallel(net, cpu(ranks), workers="auto")
-    step.check_loss(*data())
-    for call in (lambda: step(*data()), lambda: wrapper(data()[0])):
-        for _ in range(CALLS):
-            seen.clear()
-            call()
-            assert (len(set(seen)) == ranks) == (torch.device(cpu(1)[0]).type != "cpu")
-            assert (threading.get_ident() in seen) == (torch.device(cpu(1)[0]).type == "cpu")
-    assert step.state_dict()["workers"] == []
+def test_a_step_says_how_its_ranks_run_and_why(ranks, options, way, why):
+    net, seen = Notes(8, 4).double(), Notes.seen
+    step = TrainStep(net, F.cross_entropy, optim.SGD(net.parameters(), lr=0.1), ["cpu"] * ranks, **options)
+    assert [(each.workers, each.why) for each in step.plan()] == [(way, why)] * ranks
+    assert why in str(step.plan())
+    seen.clear()
+    step(*data())
+    assert set(seen) == {threading.get_ident()} if way == "caller" else len(set(seen)) == ranks
+    assert "workers" not in step.state_dict()
 
 
 NETS = {
@@ -296,7 +169,7 @@ def test_the_caller_is_refused_where_ranks_meet():
         TrainStep(net, F.cross_entropy, optim.SGD(net.parameters(), lr=0.1), cpu(2), workers="caller")
     step = TrainStep(net, F.cross_entropy, optim.SGD(net.parameters(), lr=0.1), cpu(2))
     step(*data())
-    assert step.plan()[0].workers == "threads"
+    assert step.plan()[0][-2:] == ("threads", "ranks wait for each other in synchronised layers")
 
 
 @pytest.mark.parametrize("workers", ["threads", "caller", "auto"])
@@ -306,7 +179,7 @@ def test_the_drop_in_computes_the_same_in_every_way(ranks, workers):
     F.cross_entropy(net(x), y).backward()
     wanted = [each.grad.clone() for each in net.parameters()]
     wrapped = DataParallel(net, cpu(ranks), workers=workers)
-    for _ in range(CALLS + 2):
+    for _ in range(3):
         net.zero_grad()
         F.cross_entropy(wrapped(x), y).backward()
         assert all(torch.allclose(a.grad, b, rtol=0, atol=1e-12) for a, b in zip(net.parameters(), wanted, strict=True))

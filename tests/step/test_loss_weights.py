@@ -8,6 +8,7 @@ import torch
 from fakes.nets import cpu
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from mgpu_core import Pipeline, TrainStep
 
@@ -322,3 +323,24 @@ def test_a_comparison_that_says_nothing_is_made_again(ranks):
     step(x, torch.full_like(y, -100))
     with pytest.warns(UserWarning, match="the loss of all rows together is"):
         step(x, y)
+
+
+def test_a_checkpointed_loss_runs_as_often_as_on_one_device():
+    """The weight that torch has kept is behind the checkpoint, which would run the loss again to give it."""
+    calls = []
+
+    def counted(out, y):
+        calls.append(1)
+        return F.cross_entropy(out, y)
+
+    net = nn.Linear(3, CLASSES, device=cpu(1)[0])
+    loss_fn = partial(checkpoint, counted, use_reentrant=False)
+    step = TrainStep(
+        net, loss_fn, torch.optim.SGD(net.parameters(), lr=0.1), cpu(2), workers="caller", reduction="mean"
+    )
+    x, y = torch.randn(6, 3, device=cpu(1)[0]), torch.tensor([0, 1, -100, 2, 3, 1], device=cpu(1)[0])
+    with pytest.warns(UserWarning, match="keeps a state of its own"):  # it counts
+        step(x, y)
+    del calls[:]
+    step(x, y)
+    assert len(calls) == 2 * 2  # on two ranks, forward and backward

@@ -106,3 +106,20 @@ def test_a_left_over_step_of_the_optimizer_is_told_of(make, ranks):
     step.close()
     with warnings.catch_warnings(action="error"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("make", [SGD, optim.SGD])
+def test_a_step_by_a_part_of_the_gradients_is_told_of_and_one_by_none_is_not(make):
+    net = nn.Sequential(Linear(), nn.Linear(2, 2))
+    optimizer = make(net[0].parameters(), lr=0.1)
+    step = TrainStep(net, mse, optimizer, cpu(1))
+    step(torch.ones(4, 3), torch.ones(4, 2))
+    first, *others = (each.grad for each in net[0].parameters())
+    assert others[0] is not None
+    next(net[0].parameters()).grad = first.clone()
+    with pytest.warns(UserWarning, match="updates a second time"):
+        optimizer.step()
+    optimizer.zero_grad()  # those of the second layer, which is not the optimizer's, stay
+    mse(net(torch.ones(4, 3)), torch.ones(4, 2)).backward()
+    with warnings.catch_warnings(action="error"):
+        optimizer.step()

@@ -126,7 +126,7 @@ def test_a_plan_is_a_list_and_a_table(recorded):
     assert plan == list(plan)
     assert [each.rows for each in plan] == [8, 4]
     (rows,) = Parsed(plan._repr_html_()).tables
-    assert rows[0] == ["rank", "device", "share", "rows", "workers"]
+    assert rows[0] == ["rank", "device", "share", "rows", "workers", "why"]
     assert [row[:4] for row in rows[1:]] == [
         [str(each.rank), str(each.device), share, str(each.rows)]
         for each, share in zip(plan, ["66.7%", "33.3%"], strict=True)

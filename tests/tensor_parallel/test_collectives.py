@@ -5,7 +5,7 @@ import torch
 from fakes.nets import chunks, cpu
 from torch.profiler import ProfilerActivity, profile
 
-from mgpu_core.comm.collectives import all_gather, all_reduce, broadcast, reduce_scatter
+from mgpu_core.comm.collectives import all_gather, all_reduce, reduce_scatter
 
 
 def per_rank(ranks, *shape):
@@ -29,15 +29,6 @@ def backward(outputs):
 
 def assert_equal(got, wanted):
     assert [tensor.tolist() for tensor in host(got)] == [tensor.tolist() for tensor in wanted]
-
-
-def test_the_gradient_of_a_broadcast_is_a_sum(ranks):
-    leaf = torch.arange(6.0, device=cpu(1)[0]).reshape(2, 3).requires_grad_()
-    copies = broadcast(leaf, cpu(ranks))
-    assert_equal(copies, host([leaf]) * ranks)
-    assert [copy.device for copy in copies] == [torch.device(device) for device in cpu(ranks)]
-    backward(copies)
-    assert leaf.grad.tolist() == [[ranks * (ranks + 1) / 2] * 3] * 2
 
 
 def test_the_gradient_of_an_all_reduce_is_an_all_reduce(ranks):
@@ -82,10 +73,7 @@ def test_chunks_of_other_sizes_and_none():
     assert_equal(outputs, [torch.tensor([300.0]), torch.empty(0), torch.tensor([303.0, 306.0, 309.0])])
 
 
-@pytest.mark.parametrize(
-    "collective",
-    [all_reduce, lambda parts: all_gather(parts, 1), reduce_scatter, lambda parts: broadcast(parts[0], cpu(3))],
-)
+@pytest.mark.parametrize("collective", [all_reduce, lambda parts: all_gather(parts, 1), reduce_scatter])
 def test_second_derivatives(collective):
     parts = [part.detach().double().requires_grad_() for part in per_rank(3, 2, 2)]
 
@@ -118,8 +106,6 @@ def test_half_precision_is_added_in_float32():
         (lambda: all_gather([torch.ones(2)] * 2, 1), IndexError, "Dimension out of range"),
         (lambda: reduce_scatter([torch.ones(2), torch.ones(3)]), ValueError, "got 3, but expected 2"),
         (lambda: reduce_scatter([torch.ones(4)] * 2, counts=[1, 2]), ValueError, "2 sizes that add up to 4"),
-        (lambda: broadcast(torch.ones(2), []), ValueError, "devices is empty"),
-        (lambda: broadcast([1.0], ["cpu"]), TypeError, "tensor"),
     ],
 )
 def test_bad_input_is_refused(call, error, message):

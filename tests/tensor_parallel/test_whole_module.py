@@ -727,6 +727,34 @@ def test_layers_that_are_called_by_keyword_and_hooks_of_before():
     assert torch.allclose(tp(tokens), alone(tokens), rtol=0, atol=1e-12)
 
 
+def embedding(padding_idx=None):
+    return nn.Sequential(nn.Embedding(10, 3, padding_idx, dtype=torch.float64)).to(cpu(1)[0])
+
+
+@pytest.mark.parametrize("padding_idx", [None, 0, 4, -1])
+def test_a_cut_embedding_is_the_plain_one(ranks, padding_idx):
+    alone, tokens = embedding(padding_idx), here(torch.tensor([[0, 9, 4], [4, 5, 9]], dtype=torch.int32))
+    tp = cut(alone, ranks, {"0": "vocab"})
+    assert torch.equal(tp(tokens), alone(tokens))
+    for each in (tp, alone):
+        each(tokens).square().sum().backward()
+    assert_same_grads(tp, alone, 0)
+
+
+def test_second_derivatives():
+    alone = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 2)).double().to(cpu(1)[0])
+    tp = cut(alone, 2, {"0": "column", "2": "row"})
+    x = torch.rand(2, 2, dtype=torch.float64, device=cpu(1)[0], requires_grad=True)
+    assert torch.autograd.gradgradcheck(lambda x: tp(x) ** 2, x)
+
+
+@pytest.mark.parametrize("token", [-1, 10, 11])
+def test_a_token_outside_the_vocabulary(ranks, token):
+    tp = cut(embedding(), ranks, {"0": "vocab"})
+    with pytest.raises(IndexError):
+        tp(here(torch.tensor([0, token])))
+
+
 class Mlp(nn.Module):
     def __init__(self):
         super().__init__()
@@ -822,6 +850,9 @@ def test_layers_that_cannot_be_cut_are_named():
         TensorParallel(
             nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))), ["cpu"] * 2, {"0": "column_gathered"}
         )
+    for option in ({"max_norm": 1.0}, {"sparse": True}, {"scale_grad_by_freq": True}):
+        with pytest.raises(ValueError, match=f"0 is an embedding with {next(iter(option))}, which cannot be cut"):
+            TensorParallel(nn.Sequential(nn.Embedding(4, 4, **option)), ["cpu"] * 2, {"0": "vocab"})
     net[0].weight.register_hook(lambda grad: grad)
     with pytest.raises(ValueError, match=r"0\.weight has a hook, which its parts would not have"):
         TensorParallel(net, ["cpu"] * 2, {"0": "column_gathered"})

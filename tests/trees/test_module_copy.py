@@ -9,7 +9,7 @@ from fakes.nets import Scaled, cpu
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
-from mgpu_core import Pipeline, Predictor
+from mgpu_core import Predictor
 from mgpu_core.trees.module_copy import copy_module
 
 warnings.filterwarnings("ignore", category=FutureWarning)
@@ -128,11 +128,3 @@ def test_what_cannot_be_copied_is_named(make, copied):
     kind = type(net[1][0].handle).__name__
     with pytest.raises(TypeError, match=rf"net\.1\.0\.handle \(a {kind}\) cannot be copied.*cannot pickle"):
         copied(net)
-
-
-def test_a_pipeline_copies_saved_activations():
-    net = nn.Sequential(Saves(), nn.Linear(3, 2))
-    x = torch.randn(4, 4)
-    pipeline = Pipeline(net, ["cpu"] * 2, split_points=["1"])
-    net(x)
-    assert torch.equal(pipeline.copy_on(["cpu"] * 2)(x), pipeline(x))

@@ -1,4 +1,4 @@
-"""What is looked at in the first calls over several ranks: a table of observers, and one counter."""
+"""The first calls over several ranks: a table of observers, and one counter."""
 
 from mgpu_core.parallel.first_calls.calls import Call, FirstCalls, Observer
 

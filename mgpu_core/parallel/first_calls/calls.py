@@ -18,16 +18,18 @@ class Call:
     """A call that is looked at.
 
     Attributes:
+        module: the user's, as it is now.
         modules: of the ranks.
         tree: the module that they are made of, where it is known.
-        called: what runs in their place: themselves, or their methods; observers may exchange it.
+        called: these, or their methods, as they run; observers may exchange them.
         arguments: of each rank.
         rows: of each rank; -1: unknown.
         outputs: of each rank, once they are there.
-        kept: what each observer keeps until the end of the call.
+        kept: of each observer, until the end of the call.
     """
 
-    modules: Sequence[Module]
+    module: Module
+    modules: Sequence[Module] = ()
     tree: Any = None
     called: Sequence[Any] = ()
     arguments: Sequence[Arguments] = ()
@@ -42,17 +44,20 @@ class Observer:
     def begin(self, call: Call) -> None:
         """Look at a call before it runs."""
 
-    def end(self, call: Call) -> bool:
-        """Look at a call that has ended well, and warn; return whether nothing is left to look for."""
+    def end(self, call: Call) -> bool | None:
+        """Look at a call that has ended well, and warn; return whether nothing is left to look for.
+
+        ``None``: the call shows nothing, and does not count.
+        """
         raise NotImplementedError
 
     def changed(self, call: Call) -> list[str]:
-        """Return the names of what a call has changed so far, for the error of a call that fails."""
+        """Return the names of all that a call has changed so far, for the error of a call that fails."""
         return []
 
 
 class FirstCalls:
-    """Counts calls, and lets each observer look at so many; later calls pay nothing.
+    """Lets each observer look at so many calls that end well; later calls pay nothing.
 
     Args:
         observers: each with the number of calls that it looks at.
@@ -62,12 +67,11 @@ class FirstCalls:
     """
 
     def __init__(self, *observers: tuple[Observer, int]) -> None:
-        self._observers, self._calls = list(observers), 0
+        self._observers = list(observers)  # with the calls that are left
         self.go_on = bool(observers)
 
     def begin(self, call: Call) -> Call:
-        """Count a call, and look at it before it runs; return it."""
-        self._calls += 1
+        """Look at a call before it runs; return it."""
         for observer, _ in self._observers:
             observer.begin(call)
         return call
@@ -75,10 +79,11 @@ class FirstCalls:
     def end(self, call: Call, outputs: Sequence[Any] = ()) -> None:
         """Look at a call that has ended well."""
         call.outputs = outputs
-        told = {observer for observer, _ in self._observers if observer.end(call)}
-        self._observers = [each for each in self._observers if each[0] not in told and each[1] > self._calls]
+        found = [(observer, left, observer.end(call)) for observer, left in self._observers]
+        now = [(observer, left - (told is not None)) for observer, left, told in found if not told]
+        self._observers = [each for each in now if each[1]]
         self.go_on = bool(self._observers)
 
     def changed(self, call: Call) -> list[str]:
-        """Return the names of what a call that failed has changed so far."""
+        """Return the names of all that a call that failed has changed so far."""
         return [name for observer, _ in self._observers for name in observer.changed(call)]

@@ -8,7 +8,7 @@ off by 139 %), but the counts do, and need no forward.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -83,24 +83,22 @@ class Labels(Observer):
     """Warns where the ranks' shares of labels are not their shares of rows.
 
     Args:
-        net: the module, which returns a mean.
         advice: the end of the warning.
         of_outputs: a mean is a number that the module returns; otherwise all outputs are means.
     """
 
-    def __init__(self, net: Module, advice: str, *, of_outputs: bool = False) -> None:
-        self._net, self._advice, self._of_outputs = net, advice, of_outputs
-        self._names = _names_of(net)
+    def __init__(self, advice: str, *, of_outputs: bool = False) -> None:
+        self._advice, self._of_outputs = advice, of_outputs
 
-    def end(self, call: Call) -> bool:
-        if not call.arguments:  # of a method, or hidden
-            return False
+    def end(self, call: Call) -> bool | None:
+        if len(call.arguments) < 2:  # one rank has all rows, or a method ran
+            return None
         if self._of_outputs and all(each.dim() for each in tensors_in(call.outputs[0])):
             return True
-        shifts, rows = shifts_labels(self._net), call.rows
-        found = [count_labels(self._arguments_of(each), shifts=shifts) for each in call.arguments]
+        shifts, rows, names = shifts_labels(call.module), call.rows, _names_of(call.module)
+        found = [count_labels(_named(each, names), shifts=shifts) for each in call.arguments]
         counts = [int(each) for each in found if each is not None]
-        if len(counts) < len(found) or len(counts) < 2:
+        if len(counts) < len(found):
             return False
         shares = [(count * sum(rows), each * sum(counts)) for count, each in zip(counts, rows, strict=True)]
         if all(one == other for one, other in shares):
@@ -111,13 +109,14 @@ class Labels(Observer):
         )
         return True
 
-    def _arguments_of(self, part: Arguments) -> Mapping[str, Any]:
-        """Return the arguments with their names, or the first dict, where a module takes one."""
-        inputs, kwargs = part
-        named = {**dict(zip(self._names, inputs, strict=False)), **kwargs}
-        if "labels" in named or "shift_labels" in named:
-            return named
-        return next((each for each in inputs if isinstance(each, Mapping)), {})
+
+def _named(arguments: Arguments, names: Sequence[str]) -> Mapping[str, Any]:
+    """Return the arguments with their names, or the first dict, where a module takes one."""
+    inputs, kwargs = arguments
+    named = {**dict(zip(names, inputs, strict=False)), **kwargs}
+    if "labels" in named or "shift_labels" in named:
+        return named
+    return next((each for each in inputs if isinstance(each, Mapping)), {})
 
 
 def _names_of(net: Module) -> list[str]:

@@ -117,29 +117,29 @@ class LostAttributes(Observer):
     """Warns of attributes that a forward assigns to its replica.
 
     Args:
-        kind: the name of the module's class.
         rank: whose replica is looked at.
-        kept_by: rank 0 runs this module, the user's own, whose assignments persist; ``None``: it has a replica, too.
-        consequence: what becomes of the values, for the warning; empty: as a wrapper or a step has it.
+        rank_0_keeps: rank 0 runs the user's own module, whose assignments persist; otherwise it has a replica, too.
+        consequence: of it, for the warning; empty: as a wrapper or a step has it.
     """
 
-    def __init__(self, kind: str, *, rank: int = 0, kept_by: Module | None = None, consequence: str = "") -> None:
-        self._kind, self._rank, self._kept_by, self._consequence = kind, rank, kept_by, consequence
+    def __init__(self, *, rank: int = 0, rank_0_keeps: bool = False, consequence: str = "") -> None:
+        self._rank, self._rank_0_keeps, self._consequence = rank, rank_0_keeps, consequence
 
     def begin(self, call: Call) -> None:
         call.kept[self] = given_attributes(call.modules[self._rank])
 
     def changed(self, call: Call) -> list[str]:
-        return lost_attributes(call.kept[self], self._kept_by)
+        return lost_attributes(call.kept[self], call.module if self._rank_0_keeps else None)
 
     def end(self, call: Call) -> bool:
         if names := self.changed(call):
-            warn_user(f"the forward of {self._kind} assigns {listed(names)}: {self._consequence or self._usual()}")
+            kind = type(call.module).__name__
+            warn_user(f"the forward of {kind} assigns {listed(names)}: {self._consequence or self._usual()}")
         return bool(names)
 
     def _usual(self) -> str:
         lost = "with several ranks each assigns to a replica that is gone after the forward, so the value is lost"
-        if self._kept_by is not None:
+        if self._rank_0_keeps:
             lost = "the module keeps the value of rank 0, and those of the other ranks are lost"
         return f"{lost}. Return it, or keep it in a buffer that is changed in place (rank 0's are the module's own)."
 

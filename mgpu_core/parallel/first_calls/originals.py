@@ -27,46 +27,40 @@ _COPIES = "_BroadcastBackward"  # autograd's node of the broadcast that has made
 
 
 class Originals(Observer):
-    """Warns of a rank above 0 that uses a parameter of the module itself, and of a hook that reaches the module.
-
-    Args:
-        module: the module.
-    """
-
-    def __init__(self, module: Module) -> None:
-        self._module = module
+    """Warns of a rank above 0 that uses a parameter of the module itself, and of a hook that reaches the module."""
 
     def begin(self, call: Call) -> None:
         tree = call.tree
         if isinstance(call.called[-1], Module):
-            self._look_at_hooks(call.called[-1], tree.indices.keys())
+            _look_at_hooks(call, tree.indices.keys())
         # Where ranks meet, the graph of each goes on in those of the others: nothing can be told from it.
         own = frozenset() if tree.ranks_meet else frozenset(map(id, tree.parameters))
         used = call.kept[self] = set()
         # Rank 0 may have parameters of the module itself.
         call.called = [*call.called[:1], *(partial(_watched, each, own, used) for each in call.called[1:])]
 
-    def _look_at_hooks(self, replica: Module, modules: Collection[int]) -> None:
-        name = hook_that_reaches(replica, modules)
-        if name is not None:
-            warn_user(
-                f"a hook on {name} of {type(self._module).__name__} reaches the module itself, by an object or a "
-                "container: with several ranks it reads and writes that one's attributes, and the forward of each rank "
-                "its own. Make it a method of the module, or a function that names the module: those are each rank's"
-            )
-
     def end(self, call: Call) -> bool:
         used = call.kept[self]
         if used:
-            name = next(name for name, each in Module.named_parameters(self._module) if id(each) in used)
+            name = next(name for name, each in Module.named_parameters(call.module) if id(each) in used)
             warn_user(
-                f"a replica of {type(self._module).__name__} computes with {name} of the module itself: a closure, a "
+                f"a replica of {type(call.module).__name__} computes with {name} of the module itself: a closure, a "
                 "weak reference or a helper object holds the module or one of its layers. Ranks share that layer, so "
                 "its buffers are written once per rank, and on several devices the operation fails. Reach layers by "
                 "attributes of the module (lists, dicts, partials and bound methods of layers are made again for each "
                 "replica)"
             )
         return bool(used)
+
+
+def _look_at_hooks(call: Call, modules: Collection[int]) -> None:
+    name = hook_that_reaches(call.called[-1], modules)
+    if name is not None:
+        warn_user(
+            f"a hook on {name} of {type(call.module).__name__} reaches the module itself, by an object or a container: "
+            "with several ranks it reads and writes that one's attributes, and the forward of each rank its own. Make "
+            "it a method of the module, or a function that names the module: those are each rank's"
+        )
 
 
 def _watched(called: Callable[..., Any], own: Collection[int], used: set[int], *args: Any, **kwargs: Any) -> Any:

@@ -22,23 +22,22 @@ class SharedObjects(Observer):
     A cache that is filled, or a setting that is made once, changes in one call alone: the second change is told.
 
     Args:
-        module: the module.
         used_by: a loss function that is called per rank; objects that it reads are its rank's, and no state.
         of_hooks: only objects that hooks alone hold.
-        consequence: what comes of it, for the warning; empty: as a wrapper or a step has it.
+        consequence: of it, for the warning; empty: as a wrapper or a step has it.
     """
 
-    def __init__(self, module: Module, used_by: Any = None, *, of_hooks: bool = False, consequence: str = "") -> None:
-        self._module, self._used_by, self._of_hooks, self._consequence = module, used_by, of_hooks, consequence
+    def __init__(self, used_by: Any = None, *, of_hooks: bool = False, consequence: str = "") -> None:
+        self._used_by, self._of_hooks, self._consequence = used_by, of_hooks, consequence
         self._read: set[str] = set()  # the names of objects that the loss function reads
         self._changed: set[str] = set()  # the names of those that a call has changed
 
-    def now(self) -> dict[str, Any]:
-        """Return marks of how they are now, by their names."""
+    def now(self, module: Module) -> dict[str, Any]:
+        """Return marks of how those of a module are now, by their names."""
         read = {id(value) for value in ({} if self._used_by is None else held_by(self._used_by)).values()}
         named: dict[str, Any] = {}
         of_hooks: dict[str, Any] = {}
-        for path, each in self._module.named_modules():
+        for path, each in module.named_modules():
             prefix = f"{path}." if path else ""
             named |= {f"{prefix}{name}": value for name, value in vars(each).items() if name not in TORCHS}
             for hook in users_hooks(each):
@@ -51,27 +50,23 @@ class SharedObjects(Observer):
         self._read |= {name for name, value in named.items() if id(value) in read}
         return marks_of(named)
 
-    def changed_since(self, before: dict[str, Any]) -> list[str]:
-        """Return the names of all that has other marks than before."""
-        return changed(before, self.now())
-
-    def changed_again(self, before: dict[str, Any]) -> list[str]:
-        """Return the names of all that has changed since, and had in a call before."""
-        found = [name for name in self.changed_since(before) if name not in self._read]
+    def _changed_again(self, call: Call) -> list[str]:
+        """Return the names of all that the call has changed, and one before it had."""
+        found = [name for name in self.changed(call) if name not in self._read]
         names = [name for name in found if name in self._changed]
         self._changed.update(found)
         return names
 
     def begin(self, call: Call) -> None:
-        call.kept[self] = self.now()
+        call.kept[self] = self.now(call.module)
 
     def changed(self, call: Call) -> list[str]:
-        return self.changed_since(call.kept[self])
+        return changed(call.kept[self], self.now(call.module))
 
     def end(self, call: Call) -> bool:
-        if names := self.changed_again(call.kept[self]):
+        if names := self._changed_again(call):
             consequence = self._consequence or self._usual(len(call.modules))
-            warn_user(f"the forward of {type(self._module).__name__} changes {listed(names)}: {consequence}")
+            warn_user(f"the forward of {type(call.module).__name__} changes {listed(names)}: {consequence}")
         return bool(names)
 
     def _usual(self, ranks: int) -> str:

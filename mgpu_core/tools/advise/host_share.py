@@ -1,4 +1,4 @@
-"""What a rank's step costs the host, and so how many GPUs one process can keep busy.
+"""The host's time for a rank's step, and so how many GPUs one process can keep busy.
 
 One thread of Python asks for the forwards of all ranks, one after the other; autograd asks for their backwards by a
 thread a GPU, at the same time.  So ``n`` GPUs wait for the host unless ``n * forward + backward`` on the host is less

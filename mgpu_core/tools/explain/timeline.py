@@ -46,18 +46,14 @@ class Timeline:
         workers = self.schedule.workers
         busy = 0
         for worker in set(workers):
-            own = [each for each in self.spans if workers[self.stage_of(each)] == worker]
+            own = [each for each in self.spans if workers[each.rank] == worker]
             busy += covered((each.begin_ns, each.end_ns) for each in own)
         return 1 - busy / 1e9 / (self.seconds * len(set(workers))) if self.seconds else 0.0
-
-    def stage_of(self, span: Span) -> int:
-        """Return the stage that ran an action."""
-        return span.rank - self.schedule.first_rank
 
     def data(self, step: Step) -> dict[str, Any]:
         """Return the page's data."""
         return {
-            "stages": [step.devices[self.schedule.first_rank + stage] for stage in range(len(self.schedule.workers))],
+            "stages": [step.devices[stage] for stage in range(len(self.schedule.workers))],
             "slots": self.slots,
             "ideal": [list(action) for action in self.schedule.actions],
         }
@@ -66,17 +62,16 @@ class Timeline:
 def timelines_of(step: Step) -> list[Timeline]:
     """Return the runs of pipelines in a step, with the spans of each."""
     found: list[Timeline] = []
-    after: dict[int, int] = {}  # by first rank, the end of the run before
-    for schedule in sorted(step.schedules, key=lambda each: each.first_rank):
-        ranks = range(schedule.first_rank, schedule.first_rank + len(schedule.workers))
+    before = 0  # the end of the run before
+    for schedule in step.schedules:
         spans = [
             each
             for each in step.spans
             if each.step in ("forward", "backward")
-            and each.rank in ranks
-            and after.get(schedule.first_rank, 0) <= each.host_begin_ns <= schedule.host_begin_ns
+            and 0 <= each.rank < len(schedule.workers)
+            and before <= each.host_begin_ns <= schedule.host_begin_ns
         ]
-        after[schedule.first_rank] = schedule.host_begin_ns
+        before = schedule.host_begin_ns
         if spans:
             found.append(Timeline(schedule, spans))
     return found

@@ -61,10 +61,11 @@ def test_waits_of_other_parts(here):
     model = mgpu_core.DataParallel(here.net(dtype=torch.float32), here.team(2))
     pipe = mgpu_core.Pipeline(here.net(dtype=torch.float32), here.team(2), split_points=["5"], chunks=4)
     step = mgpu_core.TrainStep(pipe, functional.cross_entropy, optimizer_of("adamw", pipe.parameters()))
-    cut = mgpu_core.ColumnParallelLinear(20, 32, here.team(2))
+    mlp = nn.Sequential(nn.Linear(20, 32), nn.Tanh(), nn.Linear(32, 3)).to(here.device)
+    cut = mgpu_core.TensorParallel(mlp, here.team(2), {"0": "column", "2": "row"})
     here.figures["waits, DataParallel"] = waits_of(lambda: functional.cross_entropy(model(x), y).backward())
     here.figures["waits, Pipeline"] = waits_of(lambda: step(x, y))
-    here.figures["waits, ColumnParallelLinear"] = waits_of(lambda: cut(x).sum().backward())
+    here.figures["waits, TensorParallel"] = waits_of(lambda: cut(x).sum().backward())
 
 
 def deep(device):

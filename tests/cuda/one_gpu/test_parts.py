@@ -1,11 +1,10 @@
-"""The parts of the stack: backends, kernels, collectives, the wrapper, synchronised and cut layers."""
+"""The parts of the stack: backends, kernels, collectives, the wrapper, synchronised layers."""
 
 import copy
 
 import pytest
 import torch
 from fakes.here import alike, optimizer_of
-from torch import nn
 from torch.nn import functional
 
 import mgpu_core
@@ -91,23 +90,3 @@ def test_synchronised_batch_norm(here):
     net = mgpu_core.convert_sync_batchnorm(net)
     step = mgpu_core.TrainStep(net, functional.cross_entropy, optimizer_of("sgd", net.parameters()), here.team(2))
     here.compare(step, alone, "sgd", steps=10)
-
-
-def test_cut_layers(here):
-    torch.manual_seed(0)
-    one, two, words = nn.Linear(20, 33), nn.Linear(33, 7), nn.Embedding(50, 20)
-    for each in (one, two, words):
-        each.double().to(here.device)
-    team = here.team(2)
-    column = mgpu_core.ColumnParallelLinear.from_linear(one, team, gather_output=False)
-    row = mgpu_core.RowParallelLinear.from_linear(two, team, input_is_parallel=True)
-    table = mgpu_core.ParallelEmbedding.from_embedding(words, team)
-    tokens = torch.randint(0, 50, (6, 5), device=here.device)
-    made = row([part.tanh() for part in column(table(tokens))])
-    wanted = two(one(words(tokens)).tanh())
-    torch.testing.assert_close(made, wanted, rtol=1e-9, atol=1e-12)
-    made.square().sum().backward()
-    wanted.square().sum().backward()
-    for cut, whole in ((column, one), (table, words)):
-        gradient = torch.cat([each.grad for each in cut.weights])
-        torch.testing.assert_close(gradient, whole.weight.grad, rtol=1e-9, atol=1e-12)

@@ -38,8 +38,7 @@ def test_a_script_and_its_files(tmp_path):
     assert (tmp_path / "a.html").read_text().startswith("<!doctype html>")
 
 
-def test_the_shown_step_runs_as_auto_has_chosen(tmp_path):
-    """Without options: not one of the first eight calls, which measure."""
+def test_the_shown_step_says_how_its_ranks_ran(tmp_path):
     (tmp_path / "script.py").write_text(TRAINING)
     command = [sys.executable, "-P", "-m", "mgpu_core", "explain", "script.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)

@@ -19,10 +19,10 @@ def recorded(call):
     return trace
 
 
-def training(stages=2, chunks=3, devices=None):
+def training(stages=2, chunks=3):
     net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(stages)))
     pipeline = Pipeline(net, ["cpu"] * stages, chunks=chunks)
-    step = TrainStep(pipeline, mse, optim.SGD(net.parameters(), lr=0.1), device_ids=devices)
+    step = TrainStep(pipeline, mse, optim.SGD(net.parameters(), lr=0.1))
     return lambda: step(torch.ones(6, 4), torch.ones(6, 4))
 
 
@@ -80,14 +80,6 @@ def test_a_first_call_that_begins_again_counts_its_bytes_once():
         assert found.schedule.borders == ((0, 1, 96, 96),)
 
 
-def test_copies_of_a_pipeline_have_a_timeline_each():
-    trace = recorded(training(2, 3, [["cpu", "cpu"], ["cpu", "cpu"]]))
-    found = timelines_of(trace.step())
-    assert [each.schedule.first_rank for each in found] == [0, 2]
-    assert [len(each.spans) for each in found] == [12, 12]
-    assert [border for each in found for border in each.schedule.borders] == [(0, 1, 48, 48), (0, 1, 48, 48)]
-
-
 def test_a_forward_of_its_own_is_all_forwards_first():
     net = Pipeline(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), ["cpu"] * 2, chunks=3)
     trace = recorded(lambda: net(torch.ones(6, 4)))
@@ -104,6 +96,6 @@ def span(rank, batch, begin, end):
 @pytest.mark.parametrize(("workers", "idle"), [((0, 1), 1 - 60 / 80), ((0, 0), 1 - 40 / 40)])
 def test_idle_is_the_time_in_which_a_worker_runs_no_action(workers, idle):
     spans = [span(0, 0, 100, 110), span(0, 1, 110, 130), span(1, 0, 110, 140)]
-    schedule = Schedule(((0, 0, "forward", 0), (1, 0, "forward", 1), (1, 1, "forward", 0)), workers, 0, (), 200, 0)
+    schedule = Schedule(((0, 0, "forward", 0), (1, 0, "forward", 1), (1, 1, "forward", 0)), workers, (), 200, 0)
     (found,) = timelines_of(Step(0, "pipeline", [*spans, schedule]))
     assert found.idle == pytest.approx(idle)

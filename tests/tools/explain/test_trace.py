@@ -206,13 +206,11 @@ def test_the_ranks_of_a_cut_module_run_in_threads():
     assert trace.step().workers == "threads"
 
 
-def test_what_auto_has_chosen_is_said():
-    """On CPU ranks nothing is measured."""
+def test_what_auto_means_is_said():
     step = train_step()
     with mgpu_core.explain() as trace:
-        for _ in range(9):
-            step(torch.randn(6, 6), torch.randn(6, 2))
-    assert [each.workers for each in trace.steps] == ["caller"] * 9
+        step(torch.randn(6, 6), torch.randn(6, 2))
+    assert [each.workers for each in trace.steps] == ["caller"]
     assert step.plan()[0].workers == "caller"
     assert WAYS["caller"] in trace.table()
 

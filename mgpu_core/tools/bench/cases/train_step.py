@@ -31,7 +31,7 @@ RANKS = {"simplenet": [1, 2], "cnn": [2, 4]}
 STEPS = {"simplenet": 20, "cnn": 1}
 """How many steps a turn has."""
 WARMUP = {"simplenet": 2, "cnn": 8}
-"""Turns that are not kept: on a GPU, in the first 8 steps `workers="auto"` measures."""
+"""Turns that are not kept: on a GPU, the first steps are recorded."""
 WORKERS = {"simplenet": "auto", "cnn": "threads"}
 """How ours runs its ranks on the CPU: the operations of the CNN are long."""
 

@@ -25,7 +25,7 @@ def pieces():
     for each in gc.get_objects():
         if type(each) in (torch.Tensor, nn.Parameter):
             for tensor in (each, each.grad if each.is_leaf else None):
-                if tensor is not None and NBYTES <= tensor.untyped_storage().nbytes() < NBYTES + 1024:
+                if tensor is not None and NBYTES <= tensor.numel() * tensor.itemsize < NBYTES + 1024:
                     found[tensor.untyped_storage().data_ptr()] = tensor
     return len(found)
 

@@ -265,11 +265,16 @@ class FlatState:
 
     @torch.no_grad()
     def whole(self) -> State:
-        """Return a state in torch's form: compact copies, gathered from all devices, and entries that are not ours."""
+        """Return a state in torch's form: compact copies, gathered from all devices, and entries that are not ours.
+
+        Entries that were taken away from the optimizer are left out.
+        """
         found: State = defaultdict(dict)
         for parameter, entry in self._optimizer.state.items():
             found[parameter] = dict(entry) if isinstance(entry, dict) else entry
         for i, kinds in self._kinds_of.items():
+            if self._parameters[i] not in found:
+                continue
             like, entry = self._likes[i], found[self._parameters[i]]
             if self._rule.counts_steps:
                 device = next(each for each in self._owners if i in each.parameters)

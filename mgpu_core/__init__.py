@@ -130,6 +130,9 @@ class _Package(_ModuleType):
     def data_parallel(self) -> None:
         vars(self).pop("data_parallel", None)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _import_module, (self.__name__,)  # picklers know plain modules alone
+
 
 _sys.modules[__name__].__class__ = _Package
 

@@ -1,6 +1,7 @@
 """Signatures and attributes are torch's, methods may be overridden, and the functional form does the same."""
 
 import inspect
+import pickle
 import subprocess
 import sys
 from unittest import mock
@@ -184,6 +185,11 @@ def test_the_function_is_not_hidden_by_its_file():
         "from mgpu_core import data_parallel; assert mgpu_core.data_parallel is data_parallel is own"
     )
     subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=120)
+
+
+def test_the_package_is_pickled_by_its_name():
+    """As frameworks do that send code to other processes."""
+    assert pickle.loads(pickle.dumps(mgpu_core)) is mgpu_core
 
 
 def test_the_function_can_be_put_in_another_ones_place():

@@ -328,19 +328,23 @@ def _busy_gpus(bench: Bench, name: str, net: nn.Module, x: torch.Tensor, y: torc
         )  # fmt: skip
 
 
-def host_of_resnet50(bench: Bench) -> None:
-    """Two images a rank; then 64 images."""
-    if not bench.is_gpu:
-        return
+def _resnet50(bench: Bench) -> tuple[Callable[[], nn.Module], torch.Tensor, torch.Tensor]:
+    """Return what makes the net in channels-last memory, and 64 images with their labels."""
     from torchvision.models import resnet50
-
-    x = torch.randn(64, 3, 224, 224, device=bench.device).contiguous(memory_format=torch.channels_last)
-    y = torch.randint(1000, (64,), device=bench.device)
 
     def make() -> nn.Module:
         net: nn.Module = resnet50().to(bench.device, memory_format=torch.channels_last)
         return net
 
+    x = torch.randn(64, 3, 224, 224, device=bench.device).contiguous(memory_format=torch.channels_last)
+    return make, x, torch.randint(1000, (64,), device=bench.device)
+
+
+def host_of_resnet50(bench: Bench) -> None:
+    """Two images a rank; then 64 images."""
+    if not bench.is_gpu:
+        return
+    make, x, y = _resnet50(bench)
     Steps(bench, make, x[:16], y[:16], torch.bfloat16).measure_host("ResNet-50, bf16")
     _busy_gpus(bench, "ResNet-50, bf16", make(), x, y)
 
@@ -375,15 +379,7 @@ def step_of_resnet50(bench: Bench) -> None:
     """Batches of 64 in channels-last memory and bfloat16."""
     if not bench.is_gpu:
         return
-    from torchvision.models import resnet50
-
-    x = torch.randn(64, 3, 224, 224, device=bench.device).contiguous(memory_format=torch.channels_last)
-    y = torch.randint(1000, (64,), device=bench.device)
-
-    def make() -> nn.Module:
-        net: nn.Module = resnet50().to(bench.device, memory_format=torch.channels_last)
-        return net
-
+    make, x, y = _resnet50(bench)
     Steps(bench, make, x, y, torch.bfloat16).measure("ResNet-50, bf16", turns=5)
 
 

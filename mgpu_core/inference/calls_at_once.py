@@ -22,10 +22,10 @@ from typing import Any
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
-from mgpu_core.parallel.first_calls.lost import given_attributes, lost_attributes
+from mgpu_core.parallel.first_calls import Call, FirstCalls
+from mgpu_core.parallel.first_calls.lost import LostAttributes
 from mgpu_core.parallel.first_calls.shared import SharedObjects
 from mgpu_core.support.warnings import warn_user
-from mgpu_core.trees.marks import changed
 
 __all__ = ["CallsAtOnce"]
 
@@ -65,11 +65,11 @@ class CallsAtOnce:
             if not alone or self._one_at_a_time or sys.getprofile() is not None:
                 yield
                 return
-            given, shared = given_attributes(self._module), SharedObjects()
-            marks = shared.now(self._module)
+            first = FirstCalls((LostAttributes(), 1), (SharedObjects(), 1))
+            watched = first.begin(Call(self._module, [self._module]))
             with _watched(self._module) as found:
                 yield
-            self._learn(branch, {*found, *lost_attributes(given), *changed(marks, shared.now(self._module))})
+            self._learn(branch, {*found, *first.changed(watched)})
         finally:
             with self._changes:
                 self._running -= 1

@@ -87,8 +87,8 @@ class Before:
 
     def running_values(self, layers: Container[int]) -> list[tuple[int, str]]:
         """Return attributes of such modules that go on from tensors to others, by the id of the module and the name."""
-        changed = self.changed(layers).items()
-        return [each for each, (before, value) in changed if holds_tensor(before) and holds_tensor(value)]
+        pairs = self.changed(layers).items()
+        return [each for each, (before, value) in pairs if holds_tensor(before) and holds_tensor(value)]
 
     def changed(self, layers: Container[int]) -> dict[tuple[int, str], tuple[Any, Any]]:
         """Return the attributes of such modules that have changed, with their values before and now."""

@@ -1,4 +1,4 @@
-"""The first calls over several ranks: a table of observers, and one counter."""
+"""The first calls over several ranks: a table of observers, each with its number of calls."""
 
 from mgpu_core.parallel.first_calls.calls import Call, FirstCalls, Observer
 

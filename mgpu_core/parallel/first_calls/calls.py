@@ -1,4 +1,4 @@
-"""The first calls, their observers, and the counter."""
+"""The first calls, their observers, and who counts them."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 An answer depends on its own request alone.  So the outputs of a joined batch are divided only where each tensor has a
 row for each row of the inputs, in a size that depends on no values.  The first requests of each form run alone, too,
-and are compared, as is one of batches 32, 64, 128 ... .  A form that fails one of these is answered one request at a
+and are compared, as are the 32nd, 64th, 128th ... .  A form that fails one of these is answered one request at a
 time from then on, with one warning::
 
     batch of requests ── outputs ── a row for each row? ── rows of one size? ── compared: as alone? ── answers
@@ -24,16 +24,15 @@ from torch.nn.utils.rnn import PackedSequence
 
 from mgpu_core.inference.requests import Call, Request
 from mgpu_core.inference.sizes_of_values import SizesOfValues
-from mgpu_core.parallel.scatter_inputs.cut import sliced
+from mgpu_core.parallel.scatter_inputs.cut import Arguments
 from mgpu_core.support.warnings import warn_user
 from mgpu_core.trees.comparison import difference
 from mgpu_core.trees.containers import is_registered, opened
-from mgpu_core.trees.nested import Rows, flatten, is_undivided, tensors_in
+from mgpu_core.trees.nested import Rows, is_undivided, tensors_in
 
 __all__ = ["Answers", "ApartError"]
 
 _COMPARED = 16  # requests of a form
-_AGAIN = 32  # the batch of a form of which one request is compared again; then each power of two
 _FORMS = 4096  # are remembered
 
 
@@ -46,21 +45,19 @@ class _Form:
     """The requests of a form, as far as they are known.
 
     Attributes:
-        left: how many requests are still to be compared.
-        batches: how many joined ones there were.
+        joined: how many requests of joined batches there were.
         is_apart: they are not joined any more.
     """
 
-    left: int
-    batches: int = 0
+    joined: int
     is_apart: bool = False
 
-    def compared(self, requests: Sequence[Request]) -> Sequence[int]:
-        """Return which requests of the next batch are compared."""
-        batch = self.batches + 1
-        if self.left or batch < _AGAIN or batch & self.batches:
-            return range(min(self.left, len(requests)))
-        return [batch.bit_length() % len(requests)]
+    def compared(self, requests: int) -> Sequence[int]:
+        """Return which of the next batch of so many requests are compared: the first 16; then the 32nd, 64th ... ."""
+        if self.joined < _COMPARED:
+            return range(min(_COMPARED - self.joined, requests))
+        power = 1 << self.joined.bit_length()
+        return [power - self.joined - 1] if power <= self.joined + requests else []
 
 
 class Answers:
@@ -103,12 +100,12 @@ class Answers:
         if found is None:
             if len(self._forms) >= _FORMS:
                 self._forms.clear()  # they are found out again
-            found = self._forms[key] = _Form(_COMPARED if self._compares else 0)
+            found = self._forms[key] = _Form(0 if self._compares else _COMPARED)
         return found
 
     def watch(self, requests: Sequence[Request]) -> SizesOfValues | None:
         """Return a mode for the call of one of the first joined batches of a form; for :meth:`check_sizes`."""
-        if len(requests) == 1 or self._split is not None or not self._form(requests[0]).left:
+        if len(requests) == 1 or self._split is not None or self._form(requests[0]).joined >= _COMPARED:
             return None
         return SizesOfValues()
 
@@ -138,10 +135,7 @@ class Answers:
             return [outputs]
         rows = [request.own_rows for request in requests]
         self.check_rows(outputs, sum(rows), requests[0])
-        leaves: list[Any] = []
-        tree = flatten(outputs, leaves, "outputs")
-        columns = [sliced(leaf, rows, 0) for leaf in leaves]
-        return list(tree.columns(iter(columns), len(rows)))
+        return [answer for (answer,) in Arguments({"outputs": outputs}).slices(rows, 0)]
 
     def check_rows(self, outputs: Any, rows: int, request: Request) -> None:
         """Raise ApartError unless the outputs of requests like this one have a row for each row of the inputs."""
@@ -177,7 +171,7 @@ class Answers:
     def check_alone(
         self, requests: Sequence[Request], answers: Sequence[Any], run: Callable[[Request], Any], *, half: bool
     ) -> None:
-        """Compare the first answers of a form, and one of some later batches, with those of the same requests alone.
+        """Compare the first answers of a form, and some later ones, with those of the same requests alone.
 
         Args:
             requests: of a joined batch.
@@ -191,15 +185,15 @@ class Answers:
         form = self._form(requests[0])
         if form.is_apart:
             raise ApartError
-        left = max(0, form.left - len(requests))
-        for index in form.compared(requests):
+        joined = form.joined + len(requests)
+        for index in form.compared(len(requests)):
             request = requests[index]
             first = run(request)
             found = difference(answers[index], first, half=half)
             if found is None:
                 continue
             if difference(first, run(request), half=half) is not None:  # it draws random numbers, or counts its calls
-                left = 0
+                joined = max(joined, _COMPARED)
                 break
             self.keep_apart(
                 request,
@@ -207,7 +201,7 @@ class Answers:
                 f"{found}",
             )
             raise ApartError
-        form.left, form.batches = left, form.batches + 1
+        form.joined = joined
 
 
 def _undivided(outputs: Any, rows: int, path: str, texts: Set[int]) -> str | None:

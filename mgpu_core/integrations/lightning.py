@@ -15,8 +15,8 @@ from torch.nn import Module
 
 from mgpu_core.data_parallel import DataParallel
 from mgpu_core.devices.devices import DeviceLike, as_devices
-from mgpu_core.devices.transfer import to_device
 from mgpu_core.parallel.scatter_inputs.cut import Arguments
+from mgpu_core.step.loss import weighted_mean
 from mgpu_core.step.train_step import TrainStep
 from mgpu_core.support.extras import require
 from mgpu_core.support.null_context import NULL_CONTEXT
@@ -185,13 +185,12 @@ class _Forward(Module):
         calls = dict(self.logged)
         self.logged.clear()
         for name, found in calls.items():
-            total = sum(each.rows for each in found)
             device = next((each.value.device for each in found if isinstance(each.value, torch.Tensor)), None)
-            numbers = [torch.as_tensor(each.value).detach() for each in found]
+            numbers = [1.0 * torch.as_tensor(each.value).detach() for each in found]
             on = numbers[0].device if device is None else device
-            mean = sum(to_device(number, on) * (each.rows / total) for number, each in zip(numbers, found, strict=True))
+            mean = weighted_mean(numbers, [each.rows for each in found], on)
             sizes = [each.options["batch_size"] for each in found if each.options.get("batch_size") is not None]
-            options = found[0].options | {"batch_size": sum(sizes) if sizes else int(total)}
+            options = found[0].options | {"batch_size": sum(sizes) if sizes else int(sum(each.rows for each in found))}
             module.log(name, mean, *found[0].args, **options)
 
 

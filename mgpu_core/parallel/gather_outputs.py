@@ -23,9 +23,10 @@ from mgpu_core.trace.tracer import span
 from mgpu_core.trees.comparison import equal
 from mgpu_core.trees.nested import LEAF, Rows, Tree, any_tensor, are_divisible, flatten, flatten_alike, moved
 
-__all__ = ["gather", "gather_on", "padded"]
+__all__ = ["Rule", "gather", "joined", "padded"]
 
-JoinNumbers: TypeAlias = Callable[[Sequence[torch.Tensor]], torch.Tensor | None]
+Rule: TypeAlias = Callable[[list[Any], Callable[[], str]], Any]
+"""Joins the leaves of one place, whose path the function returns, or returns ``NotImplemented``: gather's way."""
 
 
 def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0) -> Any:
@@ -51,27 +52,31 @@ def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0) -> A
         return _Gather(device, dim).joined(outputs, "outputs")
 
 
-def gather_on(device: torch.device, outputs: Sequence[Any], dim: int, join_numbers: JoinNumbers) -> Any:
-    """Gather as :func:`gather`; tensors without dimensions as ``join_numbers`` says, where it returns a tensor."""
-    with span("gather"):
-        return _Gather(device, dim, join_numbers).joined(outputs, "outputs")
+def joined(outputs: Sequence[Any], device: torch.device, dim: int, rule: Rule) -> Any:
+    """Join outputs on a device as :func:`gather`, but for what the rule joins."""
+    return _Gather(device, dim, rule).joined(outputs, "outputs")
 
 
 class _Gather:
-    """Where to, along which dimension, and how tensors without dimensions are joined."""
+    """Where to, along which dimension, and a rule that goes before."""
 
-    def __init__(self, device: torch.device, dim: int, join_numbers: JoinNumbers | None = None) -> None:
-        self._device, self._dim, self._join_numbers = device, dim, join_numbers
+    def __init__(self, device: torch.device, dim: int, rule: Rule | None = None) -> None:
+        self._device, self._dim, self._rule = device, dim, rule
 
     def joined(self, outputs: Sequence[Any], name: str) -> Any:
         """Join one object per rank; ``name`` names them in errors."""
-        if are_divisible(outputs):
+        if self._rule is None and are_divisible(outputs):
             return self._join_tensors(outputs, LEAF, 0, name)
         tree, rows = flatten_alike(outputs, name)
         columns = zip(*rows, strict=True)
         return tree.unflatten(iter([self._join(list(leaves), tree, i, name) for i, leaves in enumerate(columns)]))
 
     def _join(self, leaves: list[Any], tree: Tree, index: int, name: str) -> Any:
+        if (
+            self._rule is not None
+            and (found := self._rule(leaves, lambda: tree.paths(name)[index])) is not NotImplemented
+        ):
+            return found
         tensors = sum(isinstance(leaf, torch.Tensor) for leaf in leaves)
         if tensors == len(leaves):
             return self._join_tensors(leaves, tree, index, name)
@@ -110,9 +115,6 @@ class _Gather:
 
     def _join_tensors(self, leaves: Sequence[torch.Tensor], tree: Tree, index: int, name: str) -> torch.Tensor:
         are_numbers = leaves[0].ndim == 0 and all(leaf.dim() == 0 for leaf in leaves)
-        number = self._join_numbers(leaves) if are_numbers and self._join_numbers is not None else None
-        if number is not None:
-            return number
         if are_numbers and self._dim == 0:
             warn_user(
                 "Was asked to gather along dimension 0, but all "

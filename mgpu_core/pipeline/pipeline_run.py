@@ -113,7 +113,6 @@ class PipelineRun:
         outputs: the module's output of each micro-batch; with ``last`` it is not kept.
         numbers: of each stage the next number of autograd's nodes, in one graph over all micro-batches.
         shared: copies of parameters that several stages use, by the id of the parameter and the stage.
-        replicas: of layers that run in other stages than their own, by name and stage.
     """
 
     def __init__(
@@ -138,7 +137,6 @@ class PipelineRun:
         self.draws_numbers = False  # an earlier call of this form has shown it
         self.numbers = [0] * len(placement.devices)
         self.shared: dict[tuple[int, int], Crossing] = {}
-        self.replicas: dict[tuple[str, int], Module] = {}
         self._root, self._arguments, self._actions, self._restart = root, arguments, actions, restart
         self._run: Run | None = None
         self._views: dict[int, ModuleView] = {}  # of the micro-batches
@@ -169,7 +167,7 @@ class PipelineRun:
                     break
                 except _Again:
                     self._run = None
-                for each in (self.shared, self.replicas, self.crossed, self._views):
+                for each in (self.shared, self.crossed, self._views):
                     each.clear()
                 self.outputs = [None] * len(self.outputs)
                 if self.last is not None:
@@ -333,13 +331,6 @@ class MicroBatch(Visit):
             self._latest.clear()
             if run.last is not None:
                 self._backward(run.last, last)
-
-    def replica_of(self, border: Border, layer: Module) -> Module:
-        """Return a replica of a layer for the present stage; all micro-batches share it."""
-        key = border.name, self.stage
-        if key not in self._run.replicas:  # this stage is this lane's now
-            self._run.replicas[key] = super().replica_of(border, layer)
-        return self._run.replicas[key]
 
     def go_to(self, stage: int) -> None:
         """Take the turns up to a stage.  There is no way back: an earlier layer runs in the present turn."""

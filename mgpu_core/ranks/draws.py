@@ -44,24 +44,25 @@ class Numbers:
         in_turns: ranks of one accelerator take turns, for its numbers.
     """
 
-    __slots__ = ("_before", "_is_watched", "_seeded", "_states", "form", "in_turns", "others", "streams")
+    __slots__ = ("_before", "_generator", "_is_watched", "_seeded", "_states", "form", "in_turns", "others", "streams")
 
     def __init__(
         self, form: Hashable, shared: Sequence[torch.device], *, is_watched: bool, others: list[Any] | None
     ) -> None:
         self.form, self.others, self._is_watched, self.in_turns = form, others, is_watched, False
-        self._before = self._seeded = current_generator().get_state()
+        self._generator = current_generator()
+        self._before = self._seeded = self._generator.get_state()
         self._states = numbers_of(shared) if shared else {}
         self.streams: list[RankStream] | None = None
 
     def give_streams(self, ranks: int) -> None:
         """Give each rank a stream."""
         self.streams = rank_streams(ranks)
-        self._seeded = current_generator().get_state()
+        self._seeded = self._generator.get_state()
 
     def have_changed(self) -> bool:
         """Return whether generators that ranks share have another state: one, or another thread, has drawn."""
-        return not torch.equal(self._before, current_generator().get_state()) or (bool(self._states) and self._moved())
+        return not torch.equal(self._before, self._generator.get_state()) or (bool(self._states) and self._moved())
 
     def were_used(self) -> bool:
         """Return whether ranks have drawn from their streams, or from an accelerator's generator that they share."""
@@ -73,9 +74,8 @@ class Numbers:
 
     def undo(self) -> None:
         """Put the caller's generator back as it was before the streams, unless another thread has used it since."""
-        generator = current_generator()
-        if torch.equal(self._seeded, generator.get_state()):
-            generator.set_state(self._before)
+        if torch.equal(self._seeded, self._generator.get_state()):
+            self._generator.set_state(self._before)
 
 
 class _Form:

@@ -24,7 +24,7 @@ from mgpu_core.ranks.run import Run, shares_generator
 from mgpu_core.ranks.worker_choice import IN_TURNS, MEETING, Workers, workers_for
 from mgpu_core.step.joined_outputs import gathered
 from mgpu_core.step.loss import RankLoss, Window, output_loss, rank_loss
-from mgpu_core.step.loss_check import LossState, warning_of_side
+from mgpu_core.step.loss_check import LossState
 from mgpu_core.step.loss_weights import LossWeights, weight_of
 from mgpu_core.step.options import Options
 from mgpu_core.step.rank_modules import RankModules
@@ -125,7 +125,8 @@ class ForwardBackward:
             observers = LostAttributes(rank=1, rank_0_keeps=True), SharedObjects(used_by=self._alone), Originals()
             self._first_calls = FirstCalls(*((each, _WATCHED) for each in observers))
         self._first_outputs = FirstCalls((RowsElsewhere(options.dim), _WATCHED))
-        self._gathered_to_watch = _WATCHED
+        self._gathered_reads = LossState(self._alone)
+        self._first_losses = FirstCalls((self._gathered_reads, _WATCHED))
         self._run: Run | None = None  # the call that runs
         self._shares_generator = shares_generator(replicas.team)
         self._is_on_cpu = all(device.type == "cpu" for device in replicas.devices)
@@ -208,15 +209,15 @@ class ForwardBackward:
         if self.gathers:
             weighed = [sum(rows)]
             whole = RankPart((), {}, (inputs[-1],))
-            state = self.watch_loss(whole) if self._gathered_to_watch else None
-            self._gathered_to_watch -= state is not None
+            watched = None
+            if self._first_losses.go_on:
+                watched, whole.state = self._first_losses.begin(Call(self._net.module, rows=rows)), self._gathered_reads
             if window is not None:
                 seed([whole], window, weighed)
             loss, outputs = self._run_gathered(parts, rows, clocks, whole, backward=window is not None)
             losses, each = [loss], [outputs]
-            if state is not None and state.side and len(parts) > 1:
-                self._gathered_to_watch = 0
-                warn_user(warning_of_side(state, gathers=True))
+            if watched is not None:
+                self._first_losses.end(watched)
         else:
             weighed = rows
             if window is not None:
@@ -387,10 +388,8 @@ class ForwardBackward:
 
     def _watched_loss(self, state: LossState, output: Any, loss_fn: LossFn, part: RankPart) -> RankLoss:
         part.state = None
-        state.begin()
-        loss = self.loss_of(output, loss_fn, part)
-        state.end()
-        return loss
+        with state.in_loss():
+            return self.loss_of(output, loss_fn, part)
 
     def watch_loss(self, part: RankPart) -> LossState:
         """Return the state of the loss function, which will know whether the loss of a part has changed it."""

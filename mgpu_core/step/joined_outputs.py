@@ -6,16 +6,18 @@ by rows: equal ones stay what they are, and a mean becomes the mean of all rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
 
 from mgpu_core.devices.transfer import to_device
-from mgpu_core.parallel.gather_outputs import gather_on
+from mgpu_core.parallel.gather_outputs import joined
+from mgpu_core.step.loss import total_of, weighted_mean
+from mgpu_core.trace.tracer import span
 from mgpu_core.trees.comparison import equal
-from mgpu_core.trees.nested import Rows, flatten_alike
+from mgpu_core.trees.nested import Rows
 
 __all__ = ["UnjoinedError", "gathered", "joined_plainly"]
 
@@ -33,16 +35,21 @@ def gathered(outputs: Sequence[Any], rows: Sequence[int], device: torch.device, 
         Exception: as :func:`mgpu_core.gather`.
     """
 
-    def join_numbers(column: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    def join_numbers(column: Sequence[Any], _path: Callable[[], str]) -> Any:
+        if not _are_numbers(column):
+            return NotImplemented
         if column[0].is_floating_point():
-            return _mean(column, rows, device)
-        return column[0] if len({each.item() for each in column}) == 1 else None
+            return weighted_mean(column, rows, device)
+        return column[0] if len({each.item() for each in column}) == 1 else NotImplemented
 
-    return gather_on(device, outputs, dim, join_numbers)
+    with span("gather"):
+        return joined(outputs, device, dim, join_numbers)
 
 
-def joined_plainly(outputs: Sequence[Any], rows: Sequence[int], dim: int, *, adds: bool = False) -> Any:
-    """Join the outputs on the first rank's device by torch alone: a recording and the counters do not see it.
+def joined_plainly(
+    outputs: Sequence[Any], rows: Sequence[int], device: torch.device, dim: int, *, adds: bool = False
+) -> Any:
+    """Join the outputs on a device by torch alone: a recording and the counters do not see it.
 
     Args:
         adds: numbers are added, as sums over the rows are, and not averaged.
@@ -50,37 +57,29 @@ def joined_plainly(outputs: Sequence[Any], rows: Sequence[int], dim: int, *, add
     Raises:
         UnjoinedError: a leaf that is neither rows, nor a floating-point number, nor the same for all ranks.
     """
-    tree, leaves = flatten_alike(outputs, "outputs")
-    columns = zip(zip(*leaves, strict=True), tree.paths("outputs"), strict=True)
-    return tree.unflatten(iter([_joined(column, path, rows, dim, adds) for column, path in columns]))
 
+    def join(column: Sequence[Any], path: Callable[[], str]) -> Any:
+        first = column[0]
+        if _are_numbers(column) and first.is_floating_point():
+            return (
+                total_of([to_device(each, device) for each in column]) if adds else weighted_mean(column, rows, device)
+            )
+        if all(isinstance(each, torch.Tensor) for each in column):
+            if all(_rows_of(each, dim) == count for each, count in zip(column, rows, strict=True)):
+                return torch.cat([to_device(each, device) for each in column], dim)
+            raise UnjoinedError(f"{path()} has no row for each row of the inputs")
+        if all(isinstance(each, Rows) for each in column):
+            return list(chain.from_iterable(column))
+        if (first is None or isinstance(first, str | bool)) and all(equal(first, each) for each in column):
+            return first
+        raise UnjoinedError(f"{path()} is a {type(first).__name__}")
 
-def _joined(column: Sequence[Any], path: str, rows: Sequence[int], dim: int, adds: bool) -> Any:
-    first = column[0]
-    if _are_numbers(column):
-        mean = _mean(column, [1] * len(rows) if adds else rows, first.device)
-        return mean * len(rows) if adds else mean
-    if all(isinstance(each, torch.Tensor) for each in column):
-        if all(_rows_of(each, dim) == count for each, count in zip(column, rows, strict=True)):
-            return torch.cat([to_device(each, first.device) for each in column], dim)
-        raise UnjoinedError(f"{path} has no row for each row of the inputs")
-    if all(isinstance(each, Rows) for each in column):
-        return list(chain.from_iterable(column))
-    if (first is None or isinstance(first, str | bool)) and all(equal(first, each) for each in column):
-        return first
-    raise UnjoinedError(f"{path} is a {type(first).__name__}")
+    return joined(outputs, device, dim, join)
 
 
 def _are_numbers(column: Sequence[Any]) -> bool:
-    return all(isinstance(each, torch.Tensor) and not each.dim() and each.is_floating_point() for each in column)
+    return all(isinstance(each, torch.Tensor) and not each.dim() for each in column)
 
 
 def _rows_of(tensor: torch.Tensor, dim: int) -> int:
     return tensor.size(dim) if -tensor.dim() <= dim < tensor.dim() else -1
-
-
-def _mean(column: Sequence[torch.Tensor], rows: Sequence[int], device: torch.device) -> torch.Tensor:
-    total = sum(rows)
-    weights = [count / total for count in rows] if total else [1 / len(rows)] * len(rows)
-    parts = [to_device(each, device) * weight for each, weight in zip(column, weights, strict=True)]
-    return torch.stack(parts).sum()

@@ -21,7 +21,18 @@ from mgpu_core.step.rank_modules import RankModules
 from mgpu_core.trees.module_copy import copy_module
 from mgpu_core.trees.module_tree import parameters_of, tensors_of
 
-__all__ = ["REDUCTIONS", "RankLoss", "Window", "check_loss", "joined_aux", "loss_of_ranks", "output_loss", "rank_loss"]
+__all__ = [
+    "REDUCTIONS",
+    "RankLoss",
+    "Window",
+    "check_loss",
+    "joined_aux",
+    "loss_of_ranks",
+    "output_loss",
+    "rank_loss",
+    "total_of",
+    "weighted_mean",
+]
 
 REDUCTIONS = ("mean", "sum", "weighted")
 _WIDE = {torch.float32, torch.float64}  # that a loss is kept in as it is
@@ -116,28 +127,19 @@ def joined_aux(losses: Sequence[RankLoss], rows: Sequence[int], reduction: str) 
     for rank, loss in enumerate(losses):
         if list(loss.aux or ()) != names:
             raise ValueError(f"rank {rank} gave aux numbers named {list(loss.aux or ())}, and rank 0 {names}")
-    factors, divisor = [1.0] * len(losses), None
-    if reduction == "mean" and losses[0].weight is None:
-        total = sum(rows)
-        factors = [count / total for count in rows] if total else [1.0 / len(rows)] * len(rows)
     device = losses[0].value.device
-    weights = [_on(device, loss.weight) for loss in losses if loss.weight is not None]
-    if weights:
-        divisor = _total(weights, factors)
+    weights: Sequence[Any] = rows if losses[0].weight is None else [loss.weight for loss in losses]
     found = {}
     for name in names:
         values = [_aux_number((loss.aux or {})[name], name, device) for loss in losses]
-        if reduction == "mean" and weights:  # with reduction="weighted" they are sums
-            values = [torch.where(w == 0, 0.0, v * w) for v, w in zip(values, weights, strict=True)]
-        value = _total([values[0].clone(), *values[1:]], factors)
-        found[name] = value if divisor is None else value / divisor
+        values[0] = values[0].clone()  # one rank's is its own
+        if reduction == "mean":
+            found[name] = weighted_mean(values, weights, device)
+            continue
+        found[name] = total_of(values)
+        if reduction == "weighted":
+            found[name] = found[name] / total_of([to_device(each, device) for each in weights])
     return found
-
-
-def _on(device: torch.device, weight: torch.Tensor | float) -> torch.Tensor:
-    if isinstance(weight, torch.Tensor):
-        return to_device(weight, device)
-    return torch.full((), weight, dtype=torch.float64, device=device)
 
 
 def _aux_number(value: Any, name: str, device: torch.device) -> torch.Tensor:
@@ -172,6 +174,58 @@ def _described(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     return f"a {type(value).__name__}"
+
+
+def weighted_mean(
+    values: Sequence[torch.Tensor], weights: Sequence[float | torch.Tensor], device: torch.device
+) -> torch.Tensor:
+    """Return the mean of one number per rank on ``device``; differentiable.
+
+    A number without weight adds nothing, not even where it is NaN, as a mean over no rows is.
+
+    Args:
+        values: tensors without dimensions.
+        weights: of each rank.  Numbers that the host knows, such as rows: without any weight the ranks weigh the same.
+            If one is a tensor, such as a count of labels on the device, the host waits for none: without any weight
+            the mean is NaN.
+        device: where the mean is wanted.
+    """
+    values = list(values)
+    for rank, value in enumerate(values):
+        if value.device != device:
+            values[rank] = to_device(value, device)
+    if torch.Tensor in map(type, weights):
+        tensors = [_on(device, weight) for weight in weights]
+        parts = [(v * w).masked_fill_(w == 0, 0.0) for v, w in zip(values, tensors, strict=True)]
+        return total_of(parts) / total_of(tensors)
+    numbers: Sequence[Any] = weights
+    if not any(numbers):
+        return total_of(values, [1.0] * len(values), len(values))
+    if 0 in numbers:
+        values = [value for value, weight in zip(values, numbers, strict=True) if weight]
+        numbers = [weight for weight in numbers if weight]
+    return total_of(values, numbers, sum(numbers))
+
+
+def _on(device: torch.device, weight: torch.Tensor | float) -> torch.Tensor:
+    """Return a weight as a tensor without dimensions, in float64 if it is a number of the host."""
+    if isinstance(weight, torch.Tensor):
+        return to_device(weight, device)
+    return torch.full((), weight, dtype=torch.float64, device=device)  # a kernel: the host does not wait
+
+
+def total_of(values: Sequence[torch.Tensor], factors: Sequence[float] = (), divisor: float = 1.0) -> torch.Tensor:
+    """Return the sum of the values, times their factors where there are some; these are divided, and not the sum."""
+    factors = factors or [1.0] * len(values)
+    first = factors[0] / divisor
+    if len(values) == 1:
+        return values[0] if first == 1.0 else values[0] * first
+    if first == factors[1] / divisor == 1.0:
+        return total_of([values[0] + values[1], *values[2:]], [1.0, *factors[2:]])
+    summed = values[0] * first
+    for value, factor in zip(values[1:], factors[1:], strict=True):
+        summed.add_(value, alpha=factor / divisor)
+    return summed
 
 
 class Window:
@@ -216,43 +270,39 @@ class Window:
         """Return the factor of each rank's loss before backward; ``rows`` has one entry per rank."""
         if self._reduction != "mean":
             return [self._scale] * len(rows)
-        total = sum(rows)
-        if self._is_shared and not total:
+        count = sum(rows)
+        if self._is_shared and not count:
             return [0.0] * len(rows)
         if not self._seeded:
-            self._seeded = float(total * self._planned) or 1.0
-        if not total:
+            self._seeded = float(count * self._planned) or 1.0
+        if not count:
             return [self._scale / self._planned / len(rows)] * len(rows)
-        return [self._scale * count / self._seeded for count in rows]
+        return [self._scale * of_rank / self._seeded for of_rank in rows]
 
     def add(self, rows: Sequence[int], losses: Sequence[RankLoss], device: torch.device) -> torch.Tensor:
         """Count a call that went through; return its loss, as one device would have it, on ``device``."""
         self.calls += 1
         if self._reduction == "mean" and (losses[0].weight is not None or self._is_weighed):
             rows = self._weights_of(losses, device)
-        total: Any = sum(rows[1:], rows[0])
         if self._reduction != "weighted":
-            self.weight = total if self.calls == 1 and type(total) is torch.Tensor else self.weight + total
-            self._call_weight = total
+            weight: Any = sum(rows[1:], rows[0])
+            self.weight = weight if self.calls == 1 and type(weight) is torch.Tensor else self.weight + weight
+            self._call_weight = weight
         if len(losses) == 1 and self._reduction != "weighted" and losses[0].value.device == device:
             return losses[0].value  # one rank's is the whole
-        values = [each.value if each.value.device == device else to_device(each.value, device) for each in losses]
-        if self._reduction == "sum":
-            return _total(values, [1.0] * len(values))
-        if type(total) is torch.Tensor:  # a mean over no labels is NaN, and adds nothing
-            of_ranks: Any = rows
-            parts = [(v * w).masked_fill_(w == 0, 0.0) for v, w in zip(values, of_ranks, strict=True)]
-            return _total(parts, [1.0] * len(parts)) / total
+        values: list[torch.Tensor] = []
+        for loss in losses:
+            values += (loss.value,)
         if self._reduction == "mean":
-            if total and 0 in rows:  # a mean over no labels is NaN, and adds nothing
-                values = [value for value, count in zip(values, rows, strict=True) if count]
-                rows = [count for count in rows if count]
-            return _total(values, rows, total) if total else _total(values, [1] * len(rows), len(rows))
-        weights = [to_device(each.weight, device) for each in losses if isinstance(each.weight, torch.Tensor)]
-        weight = _total(weights, [1.0] * len(weights))
+            return weighted_mean(values, rows, device)
+        values = [to_device(value, device) for value in values]
+        if self._reduction == "sum":
+            return total_of(values)
+        weight = total_of([to_device(each.weight, device) for each in losses if isinstance(each.weight, torch.Tensor)])
         self.weight = self.weight + weight if self.calls > 1 else weight
         self._call_weight = weight
-        return _total(values, [1.0] * len(values)) / weight
+        whole: torch.Tensor = total_of(values) / weight
+        return whole
 
     def _weights_of(self, losses: Sequence[RankLoss], device: torch.device) -> list[Any]:
         """Return the weights of means over labels, all on the host, or all on ``device``.
@@ -302,16 +352,3 @@ class Window:
         elif self._reduction == "mean" and weight:
             factor *= self._seeded / weight
         return None if factor == 1.0 else factor
-
-
-def _total(values: Sequence[torch.Tensor], factors: Sequence[float], divisor: int = 1) -> torch.Tensor:
-    """Return the sum of the values times their factors; these are divided, and not the sum."""
-    first = factors[0] / divisor
-    if len(values) == 1:
-        return values[0] if first == 1.0 else values[0] * first
-    if first == factors[1] / divisor == 1.0:
-        return _total([values[0] + values[1], *values[2:]], [1.0, *factors[2:]])
-    total = values[0] * first
-    for value, factor in zip(values[1:], factors[1:], strict=True):
-        total.add_(value, alpha=factor / divisor)
-    return total

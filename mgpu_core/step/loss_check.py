@@ -7,18 +7,23 @@ they are another loss than on one device, which no weights can correct: ``loss_o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import torch
 
+from mgpu_core.parallel.first_calls import Call, Observer
+from mgpu_core.parallel.scatter_inputs.cut import Arguments
 from mgpu_core.ranks.random import numbers_of, random_numbers_kept
 from mgpu_core.step.joined_outputs import UnjoinedError, joined_plainly
 from mgpu_core.step.loss import RankLoss, rank_loss
 from mgpu_core.step.loss_weights import LossWeights
+from mgpu_core.support.warnings import warn_user
 from mgpu_core.trees.comparison import any_in_half, tolerance
 from mgpu_core.trees.marks import changed, held_by, marks_of
-from mgpu_core.trees.nested import flatten, map_leaves, moved, tensors_in
+from mgpu_core.trees.nested import flatten, moved, tensors_in
 
 __all__ = ["LossCheck", "LossState", "compare_losses", "warning_of", "warning_of_side", "warning_of_state"]
 
@@ -41,8 +46,10 @@ class LossCheck(NamedTuple):
     reason: str = ""
 
 
-class LossState:
+class LossState(Observer):
     """The objects that a loss function holds, as a call changes them.
+
+    It observes losses on gathered outputs, which must not read what the forwards change.
 
     Args:
         loss_fn: a function, a module, or another callable object.
@@ -54,20 +61,28 @@ class LossState:
 
     def __init__(self, loss_fn: Any) -> None:
         self._loss_fn = loss_fn
-        self._marks = self._now()
-        self.side: list[str] = []
-        self.own: list[str] = []
+        self.begin()
 
     def _now(self) -> dict[str, Any]:
         return marks_of(held_by(self._loss_fn))
 
-    def begin(self) -> None:
-        """Note that the first loss begins."""
+    def begin(self, _call: Call | None = None) -> None:
+        self._marks = self._now()
+        self.side: list[str] = []
+        self.own: list[str] = []
+
+    def end(self, call: Call) -> bool:
+        if len(call.rows) < 2 or not self.side:
+            return False
+        warn_user(warning_of_side(self, gathers=True))
+        return True
+
+    @contextmanager
+    def in_loss(self) -> Iterator[None]:
+        """Note what was changed before the first loss, and what it changes."""
         before, self._marks = self._marks, self._now()
         self.side = changed(before, self._marks)
-
-    def end(self) -> None:
-        """Note that it has ended."""
+        yield
         self.own = [name for name in changed(self._marks, self._now()) if name not in self.side]
 
 
@@ -80,6 +95,7 @@ def compare_losses(
     reduction: str,
     weights: LossWeights,
     *,
+    device: torch.device,
     dim: int,
     is_half: bool,
 ) -> LossCheck:
@@ -93,7 +109,7 @@ def compare_losses(
         losses, rows: of each rank.
         reduction: of the step.
         weights: of the step's losses.
-        dim: the dimension of the rows.
+        device, dim: the first rank's, and the dimension of the rows.
         is_half: whether forwards compute in half precision.
     """
     leaves: list[Any] = []
@@ -106,7 +122,7 @@ def compare_losses(
         try:
             with torch.no_grad(), random_numbers_kept(each.device for each in tensors):
                 outputs, target, losses, rows = _first_rows(
-                    loss_fn, outputs, target, rows, reduction, weights, LARGEST_NBYTES / nbytes, dim
+                    loss_fn, outputs, target, rows, reduction, weights, LARGEST_NBYTES / nbytes, device, dim
                 )
         except Exception as error:
             return LossCheck(None, reason=f"the loss of some rows failed ({type(error).__name__}: {error})")
@@ -116,10 +132,10 @@ def compare_losses(
     try:
         with torch.no_grad(), random_numbers_kept(devices):
             numbers = torch.get_rng_state(), numbers_of(devices)
-            found = _gathered(loss_fn, joined_plainly(outputs, rows, dim), target, reduction)
+            found = _gathered(loss_fn, joined_plainly(outputs, rows, device, dim), target, reduction)
             if abs(found - ranks) > allowed and not all(each.dim() for each in tensors):
                 # A number that a forward returns may be a sum over its rows, and not their mean.
-                other = _gathered(loss_fn, joined_plainly(outputs, rows, dim, adds=True), target, reduction)
+                other = _gathered(loss_fn, joined_plainly(outputs, rows, device, dim, adds=True), target, reduction)
                 found = other if abs(other - ranks) <= allowed else found
             draws = not torch.equal(numbers[0], torch.get_rng_state()) or any(
                 not torch.equal(now, numbers[1][device]) for device, now in numbers_of(devices).items()
@@ -142,23 +158,22 @@ def _first_rows(
     reduction: str,
     weights: LossWeights,
     share: float,
+    device: torch.device,
     dim: int,
 ) -> tuple[list[Any], Any, list[RankLoss], list[int]]:
     """Return the same of the first rows of each rank: outputs, target, losses and rows."""
     kept = [min(count, max(1, int(count * share))) for count in rows]
-    begins = [sum(rows[:rank]) for rank in range(len(rows))]
-    fewer = [_cut(output, 0, count, dim) for output, count in zip(outputs, kept, strict=True)]
-    targets = [_cut(target, begin, count, dim) for begin, count in zip(begins, kept, strict=True)]
+    counts = [[count, total - count] for count, total in zip(kept, rows, strict=True)]
+    heads = [Arguments({"outputs": each}).slices(its, dim) for each, its in zip(outputs, counts, strict=True)]
+    fewer = [output for ((output,), _) in heads]
+    pieces = Arguments({"target": target}).slices(list(chain.from_iterable(counts)), dim)
+    targets = [part for (part,) in islice(pieces, 0, None, 2)]
     losses = []
     for output, its in zip(fewer, targets, strict=True):
         result, weight = weights.call(loss_fn, output, moved(its, tensors_in(output)[0].device))
         losses.append(rank_loss(result, reduction))
         losses[-1].weight = losses[-1].weight if weight is None else weight
-    return fewer, joined_plainly(targets, kept, dim), losses, kept
-
-
-def _cut(nest: Any, begin: int, count: int, dim: int) -> Any:
-    return map_leaves(nest, lambda leaf: leaf.narrow(dim, begin, count) if isinstance(leaf, torch.Tensor) else leaf)
+    return fewer, joined_plainly(targets, kept, device, dim), losses, kept
 
 
 _ADVICE = (

@@ -65,7 +65,7 @@ class StepParts:
         captured: ``None`` without ``capture=True``.
         device: the first one.
         calls: how many steps were begun.
-        next_check: the call whose losses are compared with the loss of all rows; 0: none any more.
+        checks_losses: losses of calls 1, 2, 4, 8 ... are compared with the loss of all rows: they may differ later.
         first_calls: those whose labels are looked at.
         refusal: the error with which a step is refused; ``None``: one can be made.
 
@@ -83,7 +83,7 @@ class StepParts:
         self.keeps_accumulating = False
         has_parts = len(team) > 1 or isinstance(options.module, Pipeline)
         is_exact = options.loss_fn is None or LossWeights(options.loss_fn).are_exact
-        self.calls, self.next_check = 0, int(has_parts and options.loss_on == "ranks" and not is_exact)
+        self.calls, self.checks_losses = 0, has_parts and options.loss_on == "ranks" and not is_exact
         is_mean = options.loss_fn is None and options.reduction == "mean"
         labels = [(Labels(OF_A_STEP), LABELLED)] if has_parts and is_mean else []
         self.first_calls = FirstCalls(*labels)
@@ -168,25 +168,18 @@ class StepParts:
     def watched(
         self, window: Window, parts: list[RankPart], rows: list[int], inputs: tuple[Any, ...], keep_outputs: bool
     ) -> tuple[list[RankLoss], list[int], Any]:
-        """Run as :meth:`ForwardBackward.run`, and look at the labels and the losses of some calls.
-
-        The losses of several ranks are compared with the loss of their joined outputs in calls 1, 2, 4, 8 ...: a
-        difference may come later.
-        """
+        """Run as :meth:`ForwardBackward.run`, and look at the labels and the losses of some calls."""
         if self.first_calls.go_on:
             arguments = [(part.inputs, part.kwargs) for part in parts]
             self.first_calls.end(self.first_calls.begin(Call(self.options.module, arguments=arguments, rows=rows)))
-        if self.calls != self.next_check:
-            return self.passes.run(window, parts, rows, inputs, keep_outputs)
-        self.next_check *= 2
-        if len(parts) == 1:
+        if not self.checks_losses or self.calls & (self.calls - 1) or len(parts) == 1:
             return self.passes.run(window, parts, rows, inputs, keep_outputs)
         state = self.passes.watch_loss(parts[0])
         losses, weighed, each = self.passes.run_apart(window, parts, rows, inputs, True)
         outputs = self.passes.joined(each, rows) if keep_outputs else None
         check = self._judge(state, each, inputs[-1], losses, rows)
         if check.agrees is False or state.own or state.side:  # otherwise a later call may say more
-            self.next_check = 0
+            self.checks_losses = False
         return losses, weighed, outputs
 
     def _judge(
@@ -208,7 +201,7 @@ class StepParts:
         with self.passes.autocast(device):
             check = compare_losses(
                 options.loss_fn, outputs, moved(target, device), losses, rows, options.reduction, self.passes.weights,
-                dim=options.dim, is_half=options.amp_dtype is not None,
+                device=device, dim=options.dim, is_half=options.amp_dtype is not None,
             )  # fmt: skip
         if check.agrees is False:
             warn_user(warning_of(check))

@@ -268,8 +268,7 @@ class TrainStep:
             ranks, rows = passes.split(inputs, kwargs)
             gradients.begin(len(ranks), overlap=is_due, goes_on=window.calls > 0)
             parts.calls += 1
-            is_watched = parts.calls == parts.next_check or parts.first_calls.go_on
-            run = parts.watched if is_watched else passes.run
+            run = parts.watched if parts.first_calls.go_on or parts.checks_losses else passes.run
             losses, rows, outputs = run(window, ranks, rows, inputs, return_outputs)
             loss = window.add(rows, losses, parts.device)
             if gradients.hooks is not None:

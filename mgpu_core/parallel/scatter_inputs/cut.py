@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import islice
 from operator import attrgetter
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
@@ -37,15 +37,16 @@ from mgpu_core.trees.nested import (
 __all__ = [
     "Arguments",
     "check_shares",
+    "cut",
     "row_counts",
     "scatter",
     "scatter_kwargs",
     "scatter_objects",
-    "sliced",
     "split_ahead",
 ]
 
 Devices: TypeAlias = Sequence[torch.device]
+How: TypeAlias = Literal["copy", "view", "keep"]
 
 
 def scatter(
@@ -70,7 +71,7 @@ def scatter(
         IndexError: a tensor without dimension ``dim``.
     """
     refuse_traces()
-    (parts,), _ = _cut({"inputs": inputs}, as_devices(target_gpus, "target_gpus"), dim, shares)
+    (parts,), _ = _scattered({"inputs": inputs}, as_devices(target_gpus, "target_gpus"), dim, shares)
     return tuple(parts) if isinstance(inputs, torch.Tensor) else list(parts)
 
 
@@ -91,9 +92,9 @@ def scatter_kwargs(
     if not inputs and not kwargs:
         return (), ()
     if not kwargs:
-        (parts,), _ = _cut({"inputs": tuple(inputs)}, devices, dim, shares)
+        (parts,), _ = _scattered({"inputs": tuple(inputs)}, devices, dim, shares)
         return tuple(parts), tuple([{} for _ in parts])
-    columns, _ = _cut({"inputs": tuple(inputs), "kwargs": {**kwargs}}, devices, dim, shares, dealt="kwargs")
+    columns, _ = _scattered({"inputs": tuple(inputs), "kwargs": {**kwargs}}, devices, dim, shares, dealt="kwargs")
     return tuple(columns[0]), tuple(columns[1])
 
 
@@ -107,24 +108,24 @@ def scatter_objects(
     Returns:
         Per rank its part of each object, and per rank its rows: zeros where no object has any.
     """
-    columns, counts = _cut(objects, team.devices, dim, shares, as_views=True)
+    columns, counts = _scattered(objects, team.devices, dim, shares, how="view")
     parts = list(map(list, zip(*columns, strict=True)))
     return parts, [0] * len(parts) if counts is None else counts
 
 
-def _cut(
+def _scattered(
     objects: dict[str, Any],
     devices: Devices,
     dim: int,
     shares: Sequence[float] | None,
     *,
-    as_views: bool = False,
+    how: How = "copy",
     dealt: str | None = None,
 ) -> tuple[list[Sequence[Any]], list[int] | None]:
     """Return of each object one part per rank, and the rows of each rank where something was cut.
 
     Args:
-        as_views: chunks on the only device of all ranks need not be memory of their own.
+        how: as :func:`cut`.
         dealt: the object whose tensors with one number per rank are dealt out, also where the rows are others: so
             torch passes each replica its divisor, and sees no rows in it.
     """
@@ -133,13 +134,13 @@ def _cut(
         check_shares(shares, ranks)
     with NULL_CONTEXT if tracer.sink is None else span("scatter"):
         if ranks == 1:
-            return _whole(objects, devices[0], dim, counted=as_views)
+            return _whole(objects, devices[0], dim, counted=how == "view")
         arguments = Arguments(objects)
         alone = () if dealt is None else arguments.numbers_per_rank(dealt, ranks, dim)
         rows = arguments.rows(dim, alone)
         counts = None if rows is None else row_counts(rows, ranks, shares)
         devices = devices if counts is None else devices[: len(counts)]
-        return arguments.spread(_columns(arguments, devices, counts, dim, alone, as_views), len(devices)), counts
+        return arguments.spread(cut(arguments, counts, dim, how, devices, alone), len(devices)), counts
 
 
 def _whole(
@@ -172,21 +173,32 @@ def _trace_whole(objects: dict[str, Any], device: torch.device, dim: int) -> Non
                 trace_cut("scatter", path, leaf.device, [leaf], dim, "whole" if leaf.device == device else "copy")
 
 
-def _columns(
+def cut(
     arguments: Arguments,
-    devices: Devices,
     counts: list[int] | None,
     dim: int,
+    how: How,
+    devices: Devices = (),
     alone: Collection[int] = (),
-    as_views: bool = False,
 ) -> list[Sequence[Any]]:
-    """Return of each leaf one part per rank.
+    """Cut each leaf at the same rows: whatever cuts a batch ends here.
 
     Args:
-        counts: the rows of each rank; ``None``: no leaf has rows.
+        arguments: what is cut.
+        counts: the rows of each part; ``None``: no leaf has rows, and each part has all.
+        dim: the dimension of the rows.
+        how: ``copy``: to fresh memory on each part's device; ``view``: so, but a tensor without a graph that lies on
+            the only device is viewed, each view with a version of its own; ``keep``: views of tensors with their graph,
+            and everything without rows in all parts, on the devices where they are.
+        devices: of each part, unless they are kept.
         alone: leaves with one number per rank.
+
+    Returns:
+        Of each leaf one part per rank.
     """
-    viewed = devices[0] if as_views and len(set(devices)) == 1 else None
+    if how == "keep":
+        return [_kept(arguments, position, counts or [], dim) for position in range(len(arguments.leaves))]
+    viewed = devices[0] if how == "view" and len(set(devices)) == 1 else None
     columns: list[Sequence[Any]] = []
     for position, leaf in enumerate(arguments.leaves):
         parts: Sequence[Any]
@@ -225,7 +237,7 @@ def split_ahead(obj: Any, team: Team, dim: int, shares: Sequence[float] | None) 
     if rows is None:
         return obj
     counts = row_counts(rows, len(team.devices), shares)
-    columns = _columns(arguments, team.devices[: len(counts)], counts, dim)
+    columns = cut(arguments, counts, dim, "copy", team.devices[: len(counts)])
     return arguments.rebuild(
         [
             RankParts(parts, dim) if isinstance(leaf, Rows) or _has_rows(leaf, dim) else leaf
@@ -316,11 +328,8 @@ class Arguments:
         warn_unknown(self.leaves[position], partial(self.path, position), rows)
 
     def slices(self, counts: list[int], dim: int) -> Iterator[tuple[Any, ...]]:
-        """Yield the objects of each part: views of tensors, and their :class:`Rows`; all else is shared."""
-        for position in range(len(self.leaves)):
-            self.warn_unknown(position, sum(counts))
-        columns = [sliced(leaf, counts, dim) for leaf in self.leaves]
-        return zip(*self.spread(columns, len(counts)), strict=True)
+        """Yield the objects of each part, cut where they are: :func:`cut` says how."""
+        return zip(*self.spread(cut(self, counts, dim, "keep"), len(counts)), strict=True)
 
 
 def _has_rows(leaf: Any, dim: int) -> bool:
@@ -328,12 +337,14 @@ def _has_rows(leaf: Any, dim: int) -> bool:
     return isinstance(leaf, torch.Tensor) and -leaf.dim() <= dim < leaf.dim()
 
 
-def sliced(leaf: Any, counts: list[int], dim: int) -> Sequence[Any]:
-    """Return the parts of a leaf: views of a tensor, its :class:`Rows`; anything else is the same in all parts."""
-    if isinstance(leaf, Rows):
-        entries = iter(leaf)
-        return [Rows(islice(entries, count)) for count in counts]
-    return leaf.split(counts, dim) if _has_rows(leaf, dim) else [leaf] * len(counts)
+def _kept(arguments: Arguments, position: int, counts: list[int], dim: int) -> Sequence[Any]:
+    """Return the parts of a leaf on the device where it is: views with its graph, or its :class:`Rows`."""
+    leaf = arguments.leaves[position]
+    if _has_rows(leaf, dim):
+        return leaf.split(counts, dim)  # type: ignore[no-any-return]
+    arguments.warn_unknown(position, sum(counts))
+    entries = iter(leaf) if isinstance(leaf, Rows) else None
+    return [leaf if entries is None else Rows(islice(entries, count)) for count in counts]
 
 
 def check_shares(shares: Sequence[float] | None, ranks: int) -> None:

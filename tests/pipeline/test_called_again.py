@@ -1,0 +1,126 @@
+"""A layer that the forward calls again in a later stage, where its tensors are not; on the fake devices differ."""
+
+
+import pytest
+import torch
+from fakes.nets import cpu
+from torch import nn
+from torch.nn.utils import weight_norm
+
+from mgpu_core import Pipeline, TrainStep, optim, place
+
+FIRST = cpu(1)[0]
+
+
+class Listed(nn.Module):
+    """Keeps a list of its weights, as RNNs do."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(8, 8) / 3), nn.Parameter(torch.zeros(8))
+        self.flat = [self.weight, self.bias]
+
+    def forward(self, x):
+        return nn.functional.linear(x, *self.flat)
+
+
+class Scaled(nn.Module):
+    """Has a buffer, a tensor in an attribute, and one in a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("scale", torch.linspace(0.5, 1, 8))
+        self.shift, self.pair = torch.linspace(0, 1, 8, device=FIRST), [torch.ones(8, device=FIRST), "text"]
+
+    def forward(self, x):
+        return self.linear(x) * self.scale + self.shift * self.pair[0]
+
+
+class Noted(nn.Module):
+    """Notes its calls on itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.calls = nn.Linear(8, 8), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.linear(x)
+
+
+KINDS = {
+    "linear": lambda: nn.Linear(8, 8),
+    "listed": Listed,
+    "scaled": Scaled,
+    "noted": Noted,
+    "weight norm": lambda: weight_norm(nn.Linear(8, 8)),
+    "several": lambda: nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)),
+    "attention": lambda: nn.Sequential(
+        nn.Unflatten(1, (2, 4)), nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True), nn.Flatten()
+    ),
+}
+
+
+class Twice(nn.Module):
+    """Calls its first layer once more at the end."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.layers = nn.ModuleList([KINDS[kind](), nn.Linear(8, 8), nn.Linear(8, 8)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.layers[0](x)
+
+
+def made(kind):
+    torch.manual_seed(0)
+    with torch.device(FIRST):  # lists of weights do not follow `to` on every device
+        return Twice(kind)
+
+
+def batch():
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(6, 8, generator=generator, device="cpu").to(FIRST) for _ in range(2)]
+
+
+def calls_of(net):
+    return [each.calls for each in net.modules() if isinstance(each, Noted)]
+
+
+def mse(y, target):
+    return (y - target).pow(2).mean()
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pipeline_trains_it_as_one_device_does(kind, recompute):
+    net, whole = made(kind), made(kind)
+    pipeline = Pipeline(net, cpu(2), split_points=["layers.1"], chunks=2, checkpoint=recompute)
+    steps = [
+        TrainStep(each, mse, optim.SGD(each.parameters(), 0.1), None if each is pipeline else cpu(1))
+        for each in (pipeline, whole)
+    ]
+    for _ in range(3):
+        losses = [float(step(*batch())) for step in steps]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    for own, other in zip(net.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(own.cpu(), other.cpu(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_placed_net_answers_as_one_device_does(kind):
+    net, whole = made(kind), made(kind)
+    place(net, cpu(2), ["layers.1"])
+    x, _ = batch()
+    for _ in range(2):
+        y, wanted = net(x), whole(x)
+        torch.testing.assert_close(y.cpu(), wanted.cpu())
+        grads = [
+            torch.autograd.grad(each.sum(), list(module.parameters())) for each, module in ((y, net), (wanted, whole))
+        ]
+        for own, other in zip(*grads, strict=True):
+            torch.testing.assert_close(own.cpu(), other.cpu(), rtol=1e-4, atol=1e-5)
+    assert calls_of(net) == calls_of(whole)

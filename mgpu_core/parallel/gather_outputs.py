@@ -53,7 +53,7 @@ def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0) -> A
 
 
 def joined(outputs: Sequence[Any], device: torch.device, dim: int, rule: Rule) -> Any:
-    """Join outputs on a device as :func:`gather`, but for what the rule joins."""
+    """Join outputs on a device as :func:`gather`, except for leaves that the rule joins."""
     return _Gather(device, dim, rule).joined(outputs, "outputs")
 
 

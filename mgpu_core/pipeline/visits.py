@@ -186,8 +186,8 @@ class Visit:
     def _of_view(self, layer: Module, view: ModuleView, is_elsewhere: bool) -> tuple[Callable[..., Any], list[Module]]:
         """Return the forward of a layer's view, which has its tensors in this stage, and the modules of the view.
 
-        This call alone has the view: calls of other threads do not see the tensors.  The layer gets what the forward
-        assigns.
+        This call alone has the view: calls of other threads do not see the tensors.  The layer gets
+        the attributes that the forward assigns.
 
         Args:
             layer: the layer.

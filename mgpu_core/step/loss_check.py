@@ -49,7 +49,7 @@ class LossCheck(NamedTuple):
 class LossState(Observer):
     """The objects that a loss function holds, as a call changes them.
 
-    It observes losses on gathered outputs, which must not read what the forwards change.
+    It observes losses on gathered outputs, which must not read objects that the forwards change.
 
     Args:
         loss_fn: a function, a module, or another callable object.
@@ -79,7 +79,7 @@ class LossState(Observer):
 
     @contextmanager
     def in_loss(self) -> Iterator[None]:
-        """Note what was changed before the first loss, and what it changes."""
+        """Note the objects that were changed before the first loss, and those that it changes."""
         before, self._marks = self._marks, self._now()
         self.side = changed(before, self._marks)
         yield

@@ -1,8 +1,7 @@
 """Views: a module as one rank, or one call, sees it; other modules of the same classes, which share what they can.
 
-``build_replica`` exchanges all tensors, for a rank.  A :class:`ModuleView` exchanges attributes, for a call, and tensors
-only where the call needs them on another device.  A module that outlives its original is a copy: see
-``module_copy.py``.
+``build_replica`` exchanges all tensors, for a rank; a :class:`ModuleView` exchanges attributes, for a call, and tensors
+if the call needs them on another device.  A module that outlives its original is a copy: see ``module_copy.py``.
 
 A *note* is an attribute that holds nothing of a batch: a number, a text, the handle of a hook, a function.  A module
 that changes its layers once, and notes that on itself (``if not self.is_ready: ...``), finds the note in later calls.

@@ -1,6 +1,5 @@
 """A layer that the forward calls again in a later stage, where its tensors are not; on the fake devices differ."""
 
-
 import pytest
 import torch
 from fakes.nets import cpu

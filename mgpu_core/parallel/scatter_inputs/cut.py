@@ -184,7 +184,7 @@ def cut(
     """Cut each leaf at the same rows: whatever cuts a batch ends here.
 
     Args:
-        arguments: what is cut.
+        arguments: of one call.
         counts: the rows of each part; ``None``: no leaf has rows, and each part has all.
         dim: the dimension of the rows.
         how: ``copy``: to fresh memory on each part's device; ``view``: so, but a tensor without a graph that lies on

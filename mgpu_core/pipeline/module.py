@@ -178,7 +178,7 @@ class Pipeline(Module):
         kept = len(arguments) - 1 if self.checkpoint == "except_last" else len(arguments)
         return PipelineRun(
             placement, self.module, arguments, actions, last=last, autocast=autocast,
-            recomputes=lambda micro_batch: self.checkpoint != "never" and micro_batch < kept,
+            recomputes=[self.checkpoint != "never" and micro_batch < kept for micro_batch in range(len(arguments))],
             restart=self._drop_statistics,
         )  # fmt: skip
 

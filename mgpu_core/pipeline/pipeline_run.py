@@ -105,7 +105,7 @@ class PipelineRun:
         arguments: per micro-batch, with their tensors on the first device.
         actions: a plan, or the forwards of one.
         last: the loss of a training step; ``None``: the stages have one graph, and no backward is run.
-        recomputes: whether the layers of a micro-batch keep only their inputs, and run again in backward.
+        recomputes: of each micro-batch, whether its layers keep only their inputs, and run again in backward.
         autocast: returns the context of forwards on a device.
         restart: called before the call begins again.
 
@@ -123,7 +123,7 @@ class PipelineRun:
         actions: Sequence[Action],
         *,
         last: LastStage | None = None,
-        recomputes: Callable[[int], bool] = lambda _: False,
+        recomputes: Sequence[bool],
         autocast: Callable[[torch.device], AbstractContextManager[object]] = lambda _: NULL_CONTEXT,
         restart: Callable[[], None],
     ) -> None:
@@ -289,7 +289,7 @@ class MicroBatch(Visit):
 
     def __init__(self, run: PipelineRun, index: int) -> None:
         super().__init__(run.placement)
-        self.stage, self.recomputes, self.is_first = -1, run.recomputes(index), False
+        self.stage, self.recomputes, self.is_first = -1, run.recomputes[index], False
         self._run, self._index, self._lane = run, index, current_lane()
         self._turn = ExitStack()  # the device, the stream and the span of the present one
         self.crossed_in_checkpoint: int | None = None  # the stage that began in one

@@ -420,7 +420,7 @@ def _named_tensors(root: Module) -> list[tuple[str, torch.Tensor]]:
 
 def _contents_of(root: Module) -> list[Any]:
     """Return ids that are equal as long as no module, parameter or forward was added, replaced or taken away."""
-    modules = list(modules_of(root))
+    modules = modules_of(root)
     tables: list[dict[str, Any]] = [each._modules for each in modules] + [each._parameters for each in modules]
     forwards = [id(vars(each).get("forward")) for each in modules[1:]]
     return [list(map(len, tables)), list(map(id, chain.from_iterable(map(dict.values, tables)))), forwards]

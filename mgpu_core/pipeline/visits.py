@@ -173,7 +173,7 @@ class Visit:
         """Run the forward of a layer: of a view of it, where not all its tensors are here; twice, if that is asked."""
         is_repeated = self.recomputes and border.is_wrapped
         is_elsewhere = border.is_wrapped and self.stage != border.stage
-        forward, modules = own.__wrapped__, list(modules_of(layer)) if own.is_of_view else []
+        forward, modules = own.__wrapped__, modules_of(layer) if own.is_of_view else []
         if is_elsewhere or (border.has_foreign and (is_repeated or self.stage == border.stage)):
             shared = set() if is_elsewhere else border.without_foreign(layer)
             forward, modules = self._of_view(layer, ModuleView(layer, shared), is_elsewhere)
@@ -285,13 +285,16 @@ class Visit:
                 copies.append((leaf, made, made._version))
             return made
 
-        self._running[-1][1].extend((partial(exchanged_back, undo), partial(self._write_back, copies)))
         try:
-            args = tuple([map_in_place(each, brought, undo) for each in args])
+            args = tuple([brought(e) if type(e) is torch.Tensor else map_in_place(e, brought, undo) for e in args])
             return args, {name: map_in_place(each, brought, undo) for name, each in kwargs.items()}
         finally:
             self.device = here
             self.started.clear()
+            if undo:
+                self._running[-1][1].append(partial(exchanged_back, undo))
+            if copies:
+                self._running[-1][1].append(partial(self._write_back, copies))
 
     def _write_back(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor, int]]) -> None:
         """Write the copies of a layer's arguments back that it has written."""
@@ -305,7 +308,7 @@ class Visit:
 
     def _brought(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
-            return self.bring(leaf)
+            return self.bring(leaf) if leaf.requires_grad or leaf.device != self.device else leaf
         return self.device if isinstance(leaf, torch.device) and leaf in self.places.devices else leaf
 
     def bring_together(self, function: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -406,7 +409,7 @@ class Border:
     ) -> None:
         self.places, self.name, self.stage, self.next_stage = places, name, stage, next_stage
         self.is_wrapped = is_wrapped
-        modules = list(modules_of(layer))
+        modules = modules_of(layer)
         owners = {  # of parameters that other stages are the home of
             id(owner)
             for owner in modules
@@ -432,7 +435,7 @@ class Border:
 
     def without_foreign(self, layer: Module) -> set[int]:
         """Return the ids of the modules of the layer that have no such parameters, nor have the modules in them."""
-        modules = list(modules_of(layer))
+        modules = modules_of(layer)
         return {id(modules[index]) for index in self._without_foreign}
 
     @outside_the_compiler

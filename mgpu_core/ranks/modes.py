@@ -22,7 +22,6 @@ from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
 from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
 
 from mgpu_core.devices.devices import as_device
-from mgpu_core.devices.traces import refuse_traces
 from mgpu_core.ranks.random import RankStream
 
 __all__ = ["Modes", "check_modes"]
@@ -70,8 +69,7 @@ class Modes:
 
 
 def check_modes() -> None:
-    """Raise TypeError for a mode, a transform or a trace, active in this thread, that must not leave it."""
-    refuse_traces()
+    """Raise TypeError for a mode or a transform, active in this thread, that must not leave it."""
     _check(*_stacks())
 
 

@@ -61,7 +61,7 @@ def loss_of_ranks(loss_fn: Any, team: Team, *, static: bool) -> Any:
 
     A module on another device than the first is copied there, once.
     """
-    tensors = list(tensors_of(loss_fn)) if isinstance(loss_fn, Module) else []
+    tensors = tensors_of(loss_fn) if isinstance(loss_fn, Module) else []
     if not tensors:
         return loss_fn
     if any(each.device != team.devices[0] for each in tensors):

@@ -30,16 +30,16 @@ __all__ = [
 ]
 
 
-def modules_of(module: Module) -> Iterator[Module]:
-    """Yield the module and all below it, each once."""
+def modules_of(module: Module) -> list[Module]:
+    """Return the module and all below it, each once."""
     seen = {id(module)}
     found = [module]
     for each in found:
-        yield each
         for child in each._modules.values():
             if child is not None and id(child) not in seen:
                 seen.add(id(child))
                 found.append(child)
+    return found
 
 
 def named_parameters_of(module: Module) -> Iterator[tuple[str, Parameter]]:
@@ -52,13 +52,12 @@ def parameters_of(module: Module) -> list[Parameter]:
     return [parameter for _, parameter in named_parameters_of(module)]
 
 
-def tensors_of(module: Module) -> Iterator[torch.Tensor]:
-    """Yield parameters and buffers of all modules; shared ones as often as they are found."""
+def tensors_of(module: Module) -> list[torch.Tensor]:
+    """Return parameters and buffers of all modules; shared ones as often as they are found."""
+    found: list[torch.Tensor | None] = []
     for each in modules_of(module):
-        for tensors in (each._parameters, each._buffers):
-            for tensor in tensors.values():
-                if tensor is not None:
-                    yield tensor
+        found += [*each._parameters.values(), *each._buffers.values()]
+    return [tensor for tensor in found if tensor is not None]
 
 
 def check_initialised(tensors: Iterable[torch.Tensor], cut: Module | None = None) -> None:

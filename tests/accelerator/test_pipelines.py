@@ -45,6 +45,29 @@ def test_a_value_and_its_gradient_are_waited_for(cut):
     assert crossings(1, 0) <= set(waits())
 
 
+class Written(nn.Module):
+    """The second layer writes its argument, which the forward returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.second.register_forward_hook(lambda _, args, output: args[0].copy_(output))
+
+    def forward(self, x):
+        h = self.first(x)
+        self.second(h)
+        return h
+
+
+def test_an_argument_that_a_layer_has_written_is_waited_for():
+    net = place(Written().to("fake:0"), DEVICES, ["second"])
+    with torch.no_grad():
+        net(rows())
+        waits()
+        net(rows())
+        assert crossings(1, 0) <= set(waits())
+
+
 def test_a_gradient_goes_back_to_the_stream_of_the_forward():
     net, x, own = Pipeline(nn.Sequential(*linears()), DEVICES, chunks=1), rows(), torch.Stream("fake:0")
     with own:

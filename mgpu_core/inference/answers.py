@@ -135,7 +135,7 @@ class Answers:
             return [outputs]
         rows = [request.own_rows for request in requests]
         self.check_rows(outputs, sum(rows), requests[0])
-        return [answer for (answer,) in Arguments({"outputs": outputs}).slices(rows, 0)]
+        return [answer for (answer,) in Arguments({"outputs": outputs}, share=False).slices(rows, 0)]
 
     def check_rows(self, outputs: Any, rows: int, request: Request) -> None:
         """Raise ApartError unless the outputs of requests like this one have a row for each row of the inputs."""

@@ -112,6 +112,7 @@ class PipelineRun:
     Attributes:
         outputs: the module's output of each micro-batch; with ``last`` it is not kept.
         numbers: of each stage the next number of autograd's nodes, in one graph over all micro-batches.
+        replicas: of layers that run in other stages than their own, by name and stage.
         shared: copies of parameters that several stages use, by the id of the parameter and the stage.
     """
 
@@ -136,6 +137,7 @@ class PipelineRun:
         self.outputs: list[Any] = [None] * len(arguments)
         self.draws_numbers = False  # an earlier call of this form has shown it
         self.numbers = [0] * len(placement.devices)
+        self.replicas: dict[tuple[str, int], Module] = {}
         self.shared: dict[tuple[int, int], Crossing] = {}
         self._root, self._arguments, self._actions, self._restart = root, arguments, actions, restart
         self._run: Run | None = None
@@ -167,7 +169,7 @@ class PipelineRun:
                     break
                 except _Again:
                     self._run = None
-                for each in (self.shared, self.crossed, self._views):
+                for each in (self.shared, self.replicas, self.crossed, self._views):
                     each.clear()
                 self.outputs = [None] * len(self.outputs)
                 if self.last is not None:
@@ -331,6 +333,13 @@ class MicroBatch(Visit):
             self._latest.clear()
             if run.last is not None:
                 self._backward(run.last, last)
+
+    def replica_of(self, border: Border, layer: Module) -> Module:
+        """Return a replica of a layer for the present stage; all micro-batches share it."""
+        key = border.name, self.stage
+        if key not in self._run.replicas:  # this stage is this lane's now
+            self._run.replicas[key] = super().replica_of(border, layer)
+        return self._run.replicas[key]
 
     def go_to(self, stage: int) -> None:
         """Take the turns up to a stage.  There is no way back: an earlier layer runs in the present turn."""

@@ -35,9 +35,9 @@ from mgpu_core.pipeline.parameter_copies import ParameterCopies
 from mgpu_core.ranks.compiled import outside_the_compiler
 from mgpu_core.support.null_context import NULL_CONTEXT
 from mgpu_core.trees.filled import FilledCopies, Undo, exchanged_back, map_in_place
-from mgpu_core.trees.module_tree import modules_of
+from mgpu_core.trees.module_tree import ModuleTree, modules_of
 from mgpu_core.trees.nested import map_leaves
-from mgpu_core.trees.views import ModuleView, OwnForward, attributes_of
+from mgpu_core.trees.views import ModuleView, OwnForward, attributes_of, build_replicas
 
 __all__ = [
     "Border",
@@ -170,54 +170,77 @@ class Visit:
             end()
 
     def call_layer(self, border: Border, layer: Module, own: LayerForward, args: Any, kwargs: Any) -> Any:
-        """Run the forward of a layer: of a view of it, where not all its tensors are here; twice, if that is asked."""
+        """Run the forward of a layer: in another stage than its own by a replica; twice, if that is asked for."""
+        forward = own.__wrapped__
         is_repeated = self.recomputes and border.is_wrapped
-        is_elsewhere = border.is_wrapped and self.stage != border.stage
-        forward, modules = own.__wrapped__, modules_of(layer) if own.is_of_view else []
-        if is_elsewhere or (border.has_foreign and (is_repeated or self.stage == border.stage)):
-            shared = set() if is_elsewhere else border.without_foreign(layer)
-            forward, modules = self._of_view(layer, ModuleView(layer, shared), is_elsewhere)
+        if border.is_wrapped and (self.stage != border.stage or (is_repeated and border.has_foreign)):
+            forward = self._elsewhere(layer, forward) if own.is_of_view else self.replica_of(border, layer).forward
+        elif border.has_foreign and self.stage == border.stage:
+            forward = self._with_copies(border, layer)
         if not is_repeated or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         again = partial(recomputing, [layer])
-        run = _Repeated(forward, args, kwargs, modules)
+        run = _Repeated(forward, args, kwargs, modules_of(layer) if own.is_of_view else [])
         return checkpoint(run, *args, use_reentrant=False, context_fn=lambda: (NULL_CONTEXT, again()), **kwargs)
 
-    def _of_view(self, layer: Module, view: ModuleView, is_elsewhere: bool) -> tuple[Callable[..., Any], list[Module]]:
-        """Return the forward of a layer's view, which has its tensors in this stage, and the modules of the view.
+    def _with_copies(self, border: Border, layer: Module) -> Callable[..., Any]:
+        """Return the forward of a layer with copies of the parameters that are at home in another stage.
 
-        This call alone has the view: calls of other threads do not see the tensors.  The layer gets
-        the attributes that the forward assigns.
-
-        Args:
-            layer: the layer.
-            view: of it.
-            is_elsewhere: it is at home in another stage, and not only some of its parameters are.
+        It is of a view of the layer, which this call alone has: calls of other threads do not see the copies.
         """
-
-        def parameter_here(own: torch.Tensor) -> torch.Tensor:
-            is_here = not is_elsewhere and self.places.stage_of(own) == self.stage
-            return own if is_here else self.bring_parameter(own)
-
-        view.exchange("_parameters", parameter_here)
-        if is_elsewhere:
-            view.exchange("_buffers", self.bring)
-        modules = view.modules()
+        view = ModuleView(layer, border.without_foreign(layer))
+        for owner, name in border.foreign(view.root):
+            parameter = owner._parameters[name]
+            assert parameter is not None
+            vars(owner)["_parameters"] = {**owner._parameters, name: self.bring_parameter(parameter)}
         forward = vars(view.root)["forward"].__wrapped__
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            undo: Undo = []
-            for each in modules if is_elsewhere else ():
-                for name, value in attributes_of(each).items():
-                    vars(each)[name] = new = map_in_place(value, self._brought, undo)
-                    undo += [] if new is value else [(vars(each), name, value, new)]
             try:
                 return forward(*args, **kwargs)
             finally:
-                exchanged_back(undo)
                 view.keep({id(each) for each in modules_of(layer)})
 
-        return run, modules
+        return run
+
+    def _elsewhere(self, layer: Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the forward of a layer that this call alone has, with tensors of the present stage."""
+        tables = [
+            (vars(each), {name: bring(tensor) for name, tensor in vars(each)[kind].items() if tensor is not None}, kind)
+            for each in modules_of(layer)
+            for kind, bring in (("_parameters", self.bring_parameter), ("_buffers", self.bring))
+        ]
+
+        def bring_attributes(undo: Undo) -> None:
+            for each in modules_of(layer):
+                for name, value in attributes_of(each).items():
+                    vars(each)[name] = new = map_in_place(value, self._brought, undo)
+                    undo += [] if new is value else [(vars(each), name, value, new)]
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            undo: Undo = []
+            originals = [attributes[kind] for attributes, _, kind in tables]
+            try:
+                for (attributes, brought, kind), original in zip(tables, originals, strict=True):
+                    attributes[kind] = {**original, **brought}
+                bring_attributes(undo)
+                return forward(*args, **kwargs)
+            finally:
+                exchanged_back(undo)
+                for (attributes, _, kind), original in zip(tables, originals, strict=True):
+                    attributes[kind] = original
+
+        return run
+
+    def replica_of(self, border: Border, layer: Module) -> Module:
+        """Return a replica of a layer for the present stage, with copies of its parameters."""
+        tree = ModuleTree(layer)
+        with torch.no_grad():
+            buffers = [self.bring(each) for each in tree.buffers]
+        parameters = list(map(self.bring_parameter, tree.parameters))
+        replica: Module = build_replicas(tree, [(parameters, buffers)], [()])[0]
+        replica.__dict__.pop("forward", None)
+        return replica
 
     def go_to(self, stage: int) -> None:
         """Go to a stage."""
@@ -399,9 +422,6 @@ class Border:
         stage: its own.
         next_stage: the stage after it, if it is known to be the last layer of its own.
         is_wrapped: whether it may run in another stage than its own, or twice.
-
-    Attributes:
-        has_foreign: parameters of the layer are at home in another stage.
     """
 
     def __init__(
@@ -410,21 +430,26 @@ class Border:
         self.places, self.name, self.stage, self.next_stage = places, name, stage, next_stage
         self.is_wrapped = is_wrapped
         modules = modules_of(layer)
-        owners = {  # of parameters that other stages are the home of
-            id(owner)
-            for owner in modules
-            for parameter in owner._parameters.values()
+        self._foreign = [  # parameters that other stages are the home of: the index of the module, and the name
+            (index, name)
+            for index, owner in enumerate(modules)
+            for name, parameter in owner._parameters.items()
             if parameter is not None and places.stage_of(parameter) != stage
-        }
-        self.has_foreign = bool(owners)
+        ]
+        owners = {id(modules[index]) for index, _ in self._foreign}
         self._without_foreign = [  # the indices of modules that have none of these, nor have the modules in them
             index for index, each in enumerate(modules) if owners.isdisjoint(map(id, modules_of(each)))
         ]
-        self._forward = LayerForward(layer, self) if is_wrapped or owners else None
+        self._forward = LayerForward(layer, self) if is_wrapped or self._foreign else None
         self._handles = [
             layer.register_forward_pre_hook(self.enter, with_kwargs=True, prepend=True),
             layer.register_forward_hook(self.leave, with_kwargs=True, always_call=True),
         ]
+
+    @property
+    def has_foreign(self) -> bool:
+        """Return whether parameters of the layer are at home in another stage."""
+        return bool(self._foreign)
 
     def remove(self) -> None:
         """Take the hooks off."""
@@ -432,6 +457,11 @@ class Border:
             handle.remove()
         if self._forward is not None:
             self._forward.remove()
+
+    def foreign(self, layer: Module) -> list[tuple[Module, str]]:
+        """Return the parameters of the layer, or of a view of it, that are at home in another stage than its own."""
+        owners = modules_of(layer)
+        return [(owners[index], name) for index, name in self._foreign]
 
     def without_foreign(self, layer: Module) -> set[int]:
         """Return the ids of the modules of the layer that have no such parameters, nor have the modules in them."""

@@ -394,6 +394,7 @@ class ForwardBackward:
     def watch_loss(self, part: RankPart) -> LossState:
         """Return the state of the loss function, which will know whether the loss of a part has changed it."""
         part.state = LossState(self._alone)
+        part.state.begin()
         return part.state
 
     def _forward(self, module: Module, _: None, rank: int, part: RankPart) -> Any:

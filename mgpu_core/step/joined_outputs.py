@@ -22,6 +22,9 @@ from mgpu_core.trees.nested import Rows
 __all__ = ["UnjoinedError", "gathered", "joined_plainly"]
 
 
+_HOST = torch.device("cpu")
+
+
 class UnjoinedError(Exception):
     """Outputs of which nothing says what one device would have in their place."""
 
@@ -46,10 +49,8 @@ def gathered(outputs: Sequence[Any], rows: Sequence[int], device: torch.device, 
         return joined(outputs, device, dim, join_numbers)
 
 
-def joined_plainly(
-    outputs: Sequence[Any], rows: Sequence[int], device: torch.device, dim: int, *, adds: bool = False
-) -> Any:
-    """Join the outputs on a device by torch alone: a recording and the counters do not see it.
+def joined_plainly(outputs: Sequence[Any], rows: Sequence[int], dim: int, *, adds: bool = False) -> Any:
+    """Join outputs where rank 0 has them, by torch alone: a recording and the counters do not see it.
 
     Args:
         adds: numbers are added, as sums over the rows are, and not averaged.
@@ -60,6 +61,7 @@ def joined_plainly(
 
     def join(column: Sequence[Any], path: Callable[[], str]) -> Any:
         first = column[0]
+        device = getattr(first, "device", _HOST)
         if _are_numbers(column) and first.is_floating_point():
             return (
                 total_of([to_device(each, device) for each in column]) if adds else weighted_mean(column, rows, device)
@@ -74,7 +76,7 @@ def joined_plainly(
             return first
         raise UnjoinedError(f"{path()} is a {type(first).__name__}")
 
-    return joined(outputs, device, dim, join)
+    return joined(outputs, _HOST, dim, join)  # which leaves nothing to gather
 
 
 def _are_numbers(column: Sequence[Any]) -> bool:

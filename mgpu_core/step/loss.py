@@ -128,17 +128,16 @@ def joined_aux(losses: Sequence[RankLoss], rows: Sequence[int], reduction: str) 
         if list(loss.aux or ()) != names:
             raise ValueError(f"rank {rank} gave aux numbers named {list(loss.aux or ())}, and rank 0 {names}")
     device = losses[0].value.device
-    weights: Sequence[Any] = rows if losses[0].weight is None else [loss.weight for loss in losses]
+    weights: Sequence[Any] = [_on(device, loss.weight) for loss in losses if loss.weight is not None] or rows
     found = {}
     for name in names:
-        values = [_aux_number((loss.aux or {})[name], name, device) for loss in losses]
-        values[0] = values[0].clone()  # one rank's is its own
+        values = [_aux_number((loss.aux or {})[name], name, device).clone() for loss in losses]  # of the user
         if reduction == "mean":
             found[name] = weighted_mean(values, weights, device)
             continue
         found[name] = total_of(values)
         if reduction == "weighted":
-            found[name] = found[name] / total_of([to_device(each, device) for each in weights])
+            found[name] = found[name] / total_of(weights)
     return found
 
 

@@ -61,15 +61,15 @@ class LossState(Observer):
 
     def __init__(self, loss_fn: Any) -> None:
         self._loss_fn = loss_fn
-        self.begin()
+        self._marks: dict[str, Any] = {}
+        self.side: list[str] = []
+        self.own: list[str] = []
 
     def _now(self) -> dict[str, Any]:
         return marks_of(held_by(self._loss_fn))
 
     def begin(self, _call: Call | None = None) -> None:
-        self._marks = self._now()
-        self.side: list[str] = []
-        self.own: list[str] = []
+        self._marks, self.side, self.own = self._now(), [], []
 
     def end(self, call: Call) -> bool:
         if len(call.rows) < 2 or not self.side:
@@ -84,6 +84,7 @@ class LossState(Observer):
         self.side = changed(before, self._marks)
         yield
         self.own = [name for name in changed(self._marks, self._now()) if name not in self.side]
+        self._marks = {}  # they hold the objects
 
 
 def compare_losses(
@@ -95,7 +96,6 @@ def compare_losses(
     reduction: str,
     weights: LossWeights,
     *,
-    device: torch.device,
     dim: int,
     is_half: bool,
 ) -> LossCheck:
@@ -109,7 +109,7 @@ def compare_losses(
         losses, rows: of each rank.
         reduction: of the step.
         weights: of the step's losses.
-        device, dim: the first rank's, and the dimension of the rows.
+        dim: the dimension of the rows.
         is_half: whether forwards compute in half precision.
     """
     leaves: list[Any] = []
@@ -122,7 +122,7 @@ def compare_losses(
         try:
             with torch.no_grad(), random_numbers_kept(each.device for each in tensors):
                 outputs, target, losses, rows = _first_rows(
-                    loss_fn, outputs, target, rows, reduction, weights, LARGEST_NBYTES / nbytes, device, dim
+                    loss_fn, outputs, target, rows, reduction, weights, LARGEST_NBYTES / nbytes, dim
                 )
         except Exception as error:
             return LossCheck(None, reason=f"the loss of some rows failed ({type(error).__name__}: {error})")
@@ -132,10 +132,10 @@ def compare_losses(
     try:
         with torch.no_grad(), random_numbers_kept(devices):
             numbers = torch.get_rng_state(), numbers_of(devices)
-            found = _gathered(loss_fn, joined_plainly(outputs, rows, device, dim), target, reduction)
+            found = _gathered(loss_fn, joined_plainly(outputs, rows, dim), target, reduction)
             if abs(found - ranks) > allowed and not all(each.dim() for each in tensors):
                 # A number that a forward returns may be a sum over its rows, and not their mean.
-                other = _gathered(loss_fn, joined_plainly(outputs, rows, device, dim, adds=True), target, reduction)
+                other = _gathered(loss_fn, joined_plainly(outputs, rows, dim, adds=True), target, reduction)
                 found = other if abs(other - ranks) <= allowed else found
             draws = not torch.equal(numbers[0], torch.get_rng_state()) or any(
                 not torch.equal(now, numbers[1][device]) for device, now in numbers_of(devices).items()
@@ -158,22 +158,23 @@ def _first_rows(
     reduction: str,
     weights: LossWeights,
     share: float,
-    device: torch.device,
     dim: int,
 ) -> tuple[list[Any], Any, list[RankLoss], list[int]]:
     """Return the same of the first rows of each rank: outputs, target, losses and rows."""
     kept = [min(count, max(1, int(count * share))) for count in rows]
     counts = [[count, total - count] for count, total in zip(kept, rows, strict=True)]
-    heads = [Arguments({"outputs": each}).slices(its, dim) for each, its in zip(outputs, counts, strict=True)]
+    heads = [
+        Arguments({"outputs": each}, share=False).slices(its, dim) for each, its in zip(outputs, counts, strict=True)
+    ]
     fewer = [output for ((output,), _) in heads]
-    pieces = Arguments({"target": target}).slices(list(chain.from_iterable(counts)), dim)
+    pieces = Arguments({"target": target}, share=False).slices(list(chain.from_iterable(counts)), dim)
     targets = [part for (part,) in islice(pieces, 0, None, 2)]
     losses = []
     for output, its in zip(fewer, targets, strict=True):
         result, weight = weights.call(loss_fn, output, moved(its, tensors_in(output)[0].device))
         losses.append(rank_loss(result, reduction))
         losses[-1].weight = losses[-1].weight if weight is None else weight
-    return fewer, joined_plainly(targets, kept, device, dim), losses, kept
+    return fewer, joined_plainly(targets, kept, dim), losses, kept
 
 
 _ADVICE = (

@@ -201,7 +201,7 @@ class StepParts:
         with self.passes.autocast(device):
             check = compare_losses(
                 options.loss_fn, outputs, moved(target, device), losses, rows, options.reduction, self.passes.weights,
-                device=device, dim=options.dim, is_half=options.amp_dtype is not None,
+                dim=options.dim, is_half=options.amp_dtype is not None,
             )  # fmt: skip
         if check.agrees is False:
             warn_user(warning_of(check))

@@ -235,11 +235,11 @@ def flatten(
     return Tree(type(obj), names, tuple(children), build)
 
 
-def flatten_named(objects: Mapping[str, Any], leaves: list[Any]) -> list[Tree]:
+def flatten_named(objects: Mapping[str, Any], leaves: list[Any], *, share: bool = True) -> list[Tree]:
     """Append the leaves of several objects, by their names in errors, and return their trees; see :func:`flatten`."""
     trees: list[Tree] = []
     for name, obj in objects.items():
-        trees += (flatten(obj, leaves, name, share=True),)
+        trees += (flatten(obj, leaves, name, share=share),)
     return trees
 
 

@@ -1,7 +1,7 @@
 """Views: a module as one rank, or one call, sees it; other modules of the same classes, which share what they can.
 
-``build_replica`` exchanges all tensors, for a rank; a :class:`ModuleView` exchanges attributes, for a call, and tensors
-if the call needs them on another device.  A module that outlives its original is a copy: see ``module_copy.py``.
+``build_replica`` exchanges all tensors, for a rank; a :class:`ModuleView` keeps them, and exchanges attributes, for a
+call.  A module that outlives its original is a copy: see ``module_copy.py``.
 
 A *note* is an attribute that holds nothing of a batch: a number, a text, the handle of a hook, a function.  A module
 that changes its layers once, and notes that on itself (``if not self.is_ready: ...``), finds the note in later calls.
@@ -230,28 +230,6 @@ class ModuleView:
             attributes["_modules"] = dict(modules)
             object.__setattr__(view, "__dict__", {**attributes, "_modules": modules})
         return self._views[id(module)][1]
-
-    def modules(self) -> list[Module]:
-        """Return the modules that are the view's own."""
-        return [view for _, view, _ in self._views.values()]
-
-    def exchange(self, table: str, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Give the view's own modules tables of their own, with ``function(tensor)`` in place of each tensor.
-
-        Lists of parameters, as RNNs keep one, become the view's own, too.
-
-        Args:
-            table: ``_parameters`` or ``_buffers``.
-            function: returns a tensor, or the same one.
-        """
-        for _, view, before in self._views.values():
-            attributes = vars(view)
-            tensors = {name: each for name, each in attributes[table].items() if each is not None}
-            made = {id(each): function(each) for each in tensors.values()}
-            attributes[table] = {**attributes[table], **{name: made[id(each)] for name, each in tensors.items()}}
-            for name, value in attributes_of(view).items() if made else ():
-                if type(value) is list and any(id(each) in made for each in value):
-                    attributes[name] = before[name] = [made.get(id(each), each) for each in value]
 
     def assigned(self) -> dict[tuple[int, str], Any]:
         """Return the attributes that the forward has assigned, by the id of the module and the name."""

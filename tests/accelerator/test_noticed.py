@@ -7,6 +7,8 @@ from step.nets import Pair, batches
 from torch import nn
 from torch.optim import SGD, RMSprop
 
+from mgpu_core import TrainStep
+
 TEAMS = [["fake:0", "fake:1"], ["fake:0", "fake:1", "fake:0"], ["fake:2", "fake:0", "cpu"]]
 
 
@@ -66,3 +68,22 @@ def test_a_state_holds_something_else(make, devices):
 @pytest.mark.parametrize("devices", TEAMS)
 def test_an_optimizer_may_put_parameters_elsewhere(devices):
     assert_equal(pair_on(devices, Assigning), devices[0])
+
+
+@pytest.mark.parametrize("devices", [["fake:0", "fake:1"]])
+def test_a_loss_may_need_outputs_on_the_host(devices):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, x):
+            return self.layer(x).cpu()
+
+    def loss_fn(out, y):  # each row is compared with all others
+        return nn.functional.cross_entropy(out @ out.T, torch.arange(len(out), device="cpu")) + 0 * y.sum().cpu()
+
+    net = Net().to(devices[0])
+    step = TrainStep(net, loss_fn, SGD(net.parameters(), 0.1), devices)
+    with pytest.warns(UserWarning, match="compares rows of different ranks"):
+        step(torch.ones(6, 2, device=devices[0]), torch.ones(6, device=devices[0]))

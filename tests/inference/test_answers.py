@@ -326,6 +326,15 @@ def test_sixteen_requests_of_a_form_are_compared():
     assert calls.count(1) == 20
 
 
+def test_containers_of_an_answer_are_its_own():
+    requests = [numbers(float(index)) for index in range(4)]
+    found, told = answers_of(Net(lambda x: {"y": x, "extras": [], "cache": {}}), requests)
+    found[0]["extras"].append("mine")
+    assert told == []
+    assert [each["extras"] for each in found] == [["mine"], [], [], []]
+    assert found[2]["cache"] is not found[3]["cache"]
+
+
 def test_with_collate_nothing_is_compared():
     calls = []
 

@@ -11,18 +11,6 @@ from mgpu_core import Pipeline, TrainStep, optim, place
 FIRST = cpu(1)[0]
 
 
-class Listed(nn.Module):
-    """Keeps a list of its weights, as RNNs do."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.randn(8, 8) / 3), nn.Parameter(torch.zeros(8))
-        self.flat = [self.weight, self.bias]
-
-    def forward(self, x):
-        return nn.functional.linear(x, *self.flat)
-
-
 class Scaled(nn.Module):
     """Has a buffer, a tensor in an attribute, and one in a list."""
 
@@ -50,7 +38,6 @@ class Noted(nn.Module):
 
 KINDS = {
     "linear": lambda: nn.Linear(8, 8),
-    "listed": Listed,
     "scaled": Scaled,
     "noted": Noted,
     "weight norm": lambda: weight_norm(nn.Linear(8, 8)),
@@ -76,8 +63,7 @@ class Twice(nn.Module):
 
 def made(kind):
     torch.manual_seed(0)
-    with torch.device(FIRST):  # lists of weights do not follow `to` on every device
-        return Twice(kind)
+    return Twice(kind).to(FIRST)
 
 
 def batch():

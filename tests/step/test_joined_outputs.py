@@ -149,7 +149,7 @@ def test_numbers_are_averaged_by_rows_with_their_gradients(rows):
     assert float(found["n"].detach()) == pytest.approx(expected)
     found["n"].backward()
     assert [float(each.grad) for each in numbers] == pytest.approx([count / sum(rows) for count in rows])
-    assert float(joined_plainly(outputs, rows, HOST, 0)["n"].detach()) == pytest.approx(expected)
+    assert float(joined_plainly(outputs, rows, 0)["n"].detach()) == pytest.approx(expected)
 
 
 def test_without_rows_numbers_count_alike():
@@ -168,7 +168,7 @@ def test_without_rows_numbers_count_alike():
 )
 def test_what_cannot_be_joined_is_named(outputs, path):
     with pytest.raises(UnjoinedError) as caught:
-        joined_plainly([outputs(rank) for rank in range(2)], [2, 1], HOST, 0)
+        joined_plainly([outputs(rank) for rank in range(2)], [2, 1], 0)
     assert path in str(caught.value)
 
 

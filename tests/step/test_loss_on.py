@@ -3,6 +3,7 @@
 import copy
 import re
 import warnings
+import weakref
 from collections import deque
 from types import SimpleNamespace
 
@@ -465,3 +466,32 @@ def test_a_call_without_a_target_names_it(ranks):
     for inputs in ((), (data()[0],)):
         with pytest.raises(TypeError, match=r"a step needs a target .*step\(x, target\)"):
             step(*inputs)
+
+
+@pytest.mark.parametrize("loss_on", ["ranks", "gathered"])
+def test_objects_that_the_loss_has_let_go_of_are_freed(loss_on):
+    class Loss:
+        held: object = None
+
+        def __call__(self, out, y):
+            return F.mse_loss(out, y)
+
+    loss_fn, (x, _) = Loss(), data(6)
+    loss_fn.held = nn.Linear(2, 2)
+    held = weakref.ref(loss_fn.held)
+    step = step_of(net_of(), loss_fn, 2, loss_on=loss_on)
+    for _ in range(3):
+        step(x, torch.ones(6, 4).double())
+    loss_fn.held = None
+    assert held() is None
+
+
+def test_further_numbers_are_not_those_of_the_loss():
+    """Rank 0 has no labels, so the mean is rank 1's number."""
+    best, y = torch.tensor(5.0), torch.tensor([-100, -100, 1, 2])
+    step = step_of(net_of(), lambda out, y: (F.cross_entropy(out, y), {"best": best}), 2)
+    _, numbers = step.evaluate(data(4)[0], y, aux=True)
+    numbers["best"].mul_(2)
+    assert best == 5
+    _, numbers = step.evaluate(data(4)[0], torch.full((4,), -100), aux=True)
+    assert numbers["best"].isnan()  # as the loss: there is nothing to weigh by

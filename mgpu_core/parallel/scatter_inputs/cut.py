@@ -251,6 +251,7 @@ class Arguments:
 
     Args:
         objects: by their names in errors.
+        share: containers without anything to cut may be the same objects in all parts.
 
     Attributes:
         leaves: of all objects, one after the other.
@@ -260,10 +261,10 @@ class Arguments:
         TypeError: packed sequences, nested, sparse and quantized tensors.
     """
 
-    def __init__(self, objects: dict[str, Any]) -> None:
+    def __init__(self, objects: dict[str, Any], *, share: bool = True) -> None:
         self.leaves: list[Any] = []
         self._names = list(objects)
-        self.trees = flatten_named(objects, self.leaves)
+        self.trees = flatten_named(objects, self.leaves, share=share)
 
     def rebuild(self, leaves: Sequence[Any]) -> list[Any]:
         """Return the objects, with these leaves."""

@@ -53,7 +53,11 @@ class _Form:
     is_apart: bool = False
 
     def compared(self, requests: int) -> Sequence[int]:
-        """Return which of the next batch of so many requests are compared: the first 16; then the 32nd, 64th ... ."""
+        """Return the places in the next batch whose requests are compared: the first 16, then the 32nd, 64th ... .
+
+        Args:
+            requests: how many the batch has.
+        """
         if self.joined < _COMPARED:
             return range(min(_COMPARED - self.joined, requests))
         power = 1 << self.joined.bit_length()

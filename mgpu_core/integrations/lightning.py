@@ -188,9 +188,10 @@ class _Forward(Module):
             device = next((each.value.device for each in found if isinstance(each.value, torch.Tensor)), None)
             numbers = [1.0 * torch.as_tensor(each.value).detach() for each in found]
             on = numbers[0].device if device is None else device
-            mean = weighted_mean(numbers, [each.rows for each in found], on)
+            rows = [each.rows for each in found]
+            mean = weighted_mean(numbers, rows, on)
             sizes = [each.options["batch_size"] for each in found if each.options.get("batch_size") is not None]
-            options = found[0].options | {"batch_size": sum(sizes) if sizes else int(sum(each.rows for each in found))}
+            options = found[0].options | {"batch_size": sum(sizes) if sizes else int(sum(rows))}
             module.log(name, mean, *found[0].args, **options)
 
 

@@ -21,7 +21,6 @@ from mgpu_core.trees.nested import Rows
 
 __all__ = ["UnjoinedError", "gathered", "joined_plainly"]
 
-
 _HOST = torch.device("cpu")
 
 

@@ -82,9 +82,11 @@ class LossState(Observer):
         """Note the objects that were changed before the first loss, and those that it changes."""
         before, self._marks = self._marks, self._now()
         self.side = changed(before, self._marks)
-        yield
-        self.own = [name for name in changed(self._marks, self._now()) if name not in self.side]
-        self._marks = {}  # they hold the objects
+        try:
+            yield
+            self.own = [name for name in changed(self._marks, self._now()) if name not in self.side]
+        finally:
+            self._marks = {}  # they hold the objects
 
 
 def compare_losses(

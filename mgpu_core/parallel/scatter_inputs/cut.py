@@ -187,9 +187,9 @@ def cut(
         arguments: of one call.
         counts: the rows of each part; ``None``: no leaf has rows, and each part has all.
         dim: the dimension of the rows.
-        how: ``copy``: to fresh memory on each part's device; ``view``: so, but a tensor without a graph that lies on
-            the only device is viewed, each view with a version of its own; ``keep``: views of tensors with their graph,
-            and everything without rows in all parts, on the devices where they are.
+        how: ``copy``: parts are fresh memory on their devices.  ``view``: the same, but where there is one device,
+            parts of a tensor that lies there and has no graph are views of it.  ``keep``: nothing is moved; parts of
+            tensors are views with their graph, and leaves without rows are the same in all parts.
         devices: of each part, unless they are kept.
         alone: leaves with one number per rank.
 

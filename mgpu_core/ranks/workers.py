@@ -124,6 +124,8 @@ class Crew:
 
     def __init__(self, name: str, count: int) -> None:
         self.idle_since = 0.0
+        # In a forked child the first to reach autograd's engine makes it anew, without a lock: not two workers at once.
+        torch.autograd._is_checkpoint_valid()
         self.workers = [_Worker(f"{name}-rank{rank}") for rank in range(count)]
         self._share = 0
 

@@ -111,18 +111,21 @@ def test_ctrl_c_in_a_forward():
 
 def test_fork_then_forward():
     program = """
-    child = os.fork()
-    if child == 0:
-        signal.alarm(20)
-        out = model(torch.ones(6, 4))
-        os._exit(7 if torch.equal(out, net(torch.ones(6, 4))) else 1)
-    print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    codes = []
+    for _ in range(20):  # one child in 200 died when two of its workers made autograd's engine anew at once
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            out = model(torch.ones(6, 4))
+            os._exit(7 if torch.equal(out, net(torch.ones(6, 4))) else 1)
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    print("children", set(codes))
     assert model(torch.ones(6, 4)).shape == (6, 2)
     done()
     """
     code, out, err, seconds = run_child(program)
     assert code == 0, err
-    assert "child 7" in out
+    assert "children {7}" in out
     assert seconds < 5
 
 

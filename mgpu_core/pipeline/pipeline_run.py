@@ -137,7 +137,6 @@ class PipelineRun:
         self.outputs: list[Any] = [None] * len(arguments)
         self.draws_numbers = False  # an earlier call of this form has shown it
         self.numbers = [0] * len(placement.devices)
-        self.replicas: dict[tuple[str, int], Module] = {}
         self.shared: dict[tuple[int, int], Crossing] = {}
         self._root, self._arguments, self._actions, self._restart = root, arguments, actions, restart
         self._run: Run | None = None
@@ -169,7 +168,7 @@ class PipelineRun:
                     break
                 except _Again:
                     self._run = None
-                for each in (self.shared, self.replicas, self.crossed, self._views):
+                for each in (self.shared, self.crossed, self._views):
                     each.clear()
                 self.outputs = [None] * len(self.outputs)
                 if self.last is not None:
@@ -268,7 +267,7 @@ class PipelineRun:
                 f"the forward of {type(self._root).__name__} adds or replaces modules around layers: "
                 f"{', '.join(added)}. Make them before, or call the module once before it is cut"
             )
-        self._views[0].keep()
+        self._views[0].keep_notes()
         if self._run is not None and self._run.numbers is not None and self._run.numbers.were_used():
             first.refuse_numbers()
         if (lane := current_lane()) is not None:
@@ -333,13 +332,6 @@ class MicroBatch(Visit):
             self._latest.clear()
             if run.last is not None:
                 self._backward(run.last, last)
-
-    def replica_of(self, border: Border, layer: Module) -> Module:
-        """Return a replica of a layer for the present stage; all micro-batches share it."""
-        key = border.name, self.stage
-        if key not in self._run.replicas:  # this stage is this lane's now
-            self._run.replicas[key] = super().replica_of(border, layer)
-        return self._run.replicas[key]
 
     def go_to(self, stage: int) -> None:
         """Take the turns up to a stage.  There is no way back: an earlier layer runs in the present turn."""

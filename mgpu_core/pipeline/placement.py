@@ -330,7 +330,7 @@ class Placement:
         if before is not None or (len(views) > 1 and not noted <= self._noted):
             self._warn_of_attributes(root, views, noted, before)
         self._noted |= noted
-        last.keep(self._inside)
+        last.keep_notes(self._inside)
         self.of_last_call = {
             id(each): (weakref.ref(each), name)
             for (_, name), value in last.assigned().items()

@@ -35,9 +35,10 @@ from mgpu_core.pipeline.parameter_copies import ParameterCopies
 from mgpu_core.ranks.compiled import outside_the_compiler
 from mgpu_core.support.null_context import NULL_CONTEXT
 from mgpu_core.trees.filled import FilledCopies, Undo, exchanged_back, map_in_place
-from mgpu_core.trees.module_tree import ModuleTree, modules_of
+from mgpu_core.trees.module_tree import ModuleTree, modules_of, parameters_of
 from mgpu_core.trees.nested import map_leaves
-from mgpu_core.trees.views import ModuleView, OwnForward, attributes_of, build_replicas
+from mgpu_core.trees.replica_parameters import as_parameters
+from mgpu_core.trees.views import OwnForward, StandIns, attributes_of, build_replica, is_note, loosen
 
 __all__ = [
     "Border",
@@ -170,77 +171,23 @@ class Visit:
             end()
 
     def call_layer(self, border: Border, layer: Module, own: LayerForward, args: Any, kwargs: Any) -> Any:
-        """Run the forward of a layer: in another stage than its own by a replica; twice, if that is asked for."""
-        forward = own.__wrapped__
+        """Run the forward of a layer: of a replica, where not all its tensors are here; twice, if that is asked for."""
         is_repeated = self.recomputes and border.is_wrapped
-        if border.is_wrapped and (self.stage != border.stage or (is_repeated and border.has_foreign)):
-            forward = self._elsewhere(layer, forward) if own.is_of_view else self.replica_of(border, layer).forward
-        elif border.has_foreign and self.stage == border.stage:
-            forward = self._with_copies(border, layer)
-        if not is_repeated or not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        again = partial(recomputing, [layer])
-        run = _Repeated(forward, args, kwargs, modules_of(layer) if own.is_of_view else [])
-        return checkpoint(run, *args, use_reentrant=False, context_fn=lambda: (NULL_CONTEXT, again()), **kwargs)
-
-    def _with_copies(self, border: Border, layer: Module) -> Callable[..., Any]:
-        """Return the forward of a layer with copies of the parameters that are at home in another stage.
-
-        It is of a view of the layer, which this call alone has: calls of other threads do not see the copies.
-        """
-        view = ModuleView(layer, border.without_foreign(layer))
-        for owner, name in border.foreign(view.root):
-            parameter = owner._parameters[name]
-            assert parameter is not None
-            vars(owner)["_parameters"] = {**owner._parameters, name: self.bring_parameter(parameter)}
-        forward = vars(view.root)["forward"].__wrapped__
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            try:
+        is_elsewhere = border.is_wrapped and self.stage != border.stage
+        forward, modules = own.__wrapped__, modules_of(layer) if own.is_of_view else []
+        here = None
+        if is_elsewhere or (border.has_foreign and (is_repeated or self.stage == border.stage)):
+            forward = here = _LayerHere(self, layer, own)
+            modules = here.modules
+        try:
+            if not is_repeated or not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
-            finally:
-                view.keep({id(each) for each in modules_of(layer)})
-
-        return run
-
-    def _elsewhere(self, layer: Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the forward of a layer that this call alone has, with tensors of the present stage."""
-        tables = [
-            (vars(each), {name: bring(tensor) for name, tensor in vars(each)[kind].items() if tensor is not None}, kind)
-            for each in modules_of(layer)
-            for kind, bring in (("_parameters", self.bring_parameter), ("_buffers", self.bring))
-        ]
-
-        def bring_attributes(undo: Undo) -> None:
-            for each in modules_of(layer):
-                for name, value in attributes_of(each).items():
-                    vars(each)[name] = new = map_in_place(value, self._brought, undo)
-                    undo += [] if new is value else [(vars(each), name, value, new)]
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            undo: Undo = []
-            originals = [attributes[kind] for attributes, _, kind in tables]
-            try:
-                for (attributes, brought, kind), original in zip(tables, originals, strict=True):
-                    attributes[kind] = {**original, **brought}
-                bring_attributes(undo)
-                return forward(*args, **kwargs)
-            finally:
-                exchanged_back(undo)
-                for (attributes, _, kind), original in zip(tables, originals, strict=True):
-                    attributes[kind] = original
-
-        return run
-
-    def replica_of(self, border: Border, layer: Module) -> Module:
-        """Return a replica of a layer for the present stage, with copies of its parameters."""
-        tree = ModuleTree(layer)
-        with torch.no_grad():
-            buffers = [self.bring(each) for each in tree.buffers]
-        parameters = list(map(self.bring_parameter, tree.parameters))
-        replica: Module = build_replicas(tree, [(parameters, buffers)], [()])[0]
-        replica.__dict__.pop("forward", None)
-        return replica
+            again = partial(recomputing, [layer])
+            run = _Repeated(forward, args, kwargs, modules)
+            return checkpoint(run, *args, use_reentrant=False, context_fn=lambda: (NULL_CONTEXT, again()), **kwargs)
+        finally:
+            if here is not None:
+                here.keep(self.places.devices[border.stage])
 
     def go_to(self, stage: int) -> None:
         """Go to a stage."""
@@ -293,6 +240,14 @@ class Visit:
         here, self.device = self.device, device
         try:
             return map_leaves(nest, self._brought)
+        finally:
+            self.device = here
+
+    def bring_in_place(self, device: torch.device, nest: Any, undo: Undo) -> Any:
+        """Return the same; containers stay, and get their own entries back by ``undo``."""
+        here, self.device = self.device, device
+        try:
+            return map_in_place(nest, self._brought, undo)
         finally:
             self.device = here
 
@@ -352,6 +307,11 @@ class Visit:
             return self.places.copies.on(parameter, self.device)
         self.places.copies.drop(parameter)
         return self.bring(parameter)
+
+    def parameter_here(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return a parameter on the device of this stage: itself, if it is at home here."""
+        is_here = self.places.stage_of(parameter) == self.stage and parameter.device == self.device
+        return parameter if is_here else self.bring_parameter(parameter)
 
     @contextmanager
     def in_backward(self) -> Iterator[None]:
@@ -422,6 +382,9 @@ class Border:
         stage: its own.
         next_stage: the stage after it, if it is known to be the last layer of its own.
         is_wrapped: whether it may run in another stage than its own, or twice.
+
+    Attributes:
+        has_foreign: parameters of the layer are at home in another stage.
     """
 
     def __init__(
@@ -429,27 +392,12 @@ class Border:
     ) -> None:
         self.places, self.name, self.stage, self.next_stage = places, name, stage, next_stage
         self.is_wrapped = is_wrapped
-        modules = modules_of(layer)
-        self._foreign = [  # parameters that other stages are the home of: the index of the module, and the name
-            (index, name)
-            for index, owner in enumerate(modules)
-            for name, parameter in owner._parameters.items()
-            if parameter is not None and places.stage_of(parameter) != stage
-        ]
-        owners = {id(modules[index]) for index, _ in self._foreign}
-        self._without_foreign = [  # the indices of modules that have none of these, nor have the modules in them
-            index for index, each in enumerate(modules) if owners.isdisjoint(map(id, modules_of(each)))
-        ]
-        self._forward = LayerForward(layer, self) if is_wrapped or self._foreign else None
+        self.has_foreign = any(places.stage_of(each) != stage for each in parameters_of(layer))
+        self._forward = LayerForward(layer, self) if is_wrapped or self.has_foreign else None
         self._handles = [
             layer.register_forward_pre_hook(self.enter, with_kwargs=True, prepend=True),
             layer.register_forward_hook(self.leave, with_kwargs=True, always_call=True),
         ]
-
-    @property
-    def has_foreign(self) -> bool:
-        """Return whether parameters of the layer are at home in another stage."""
-        return bool(self._foreign)
 
     def remove(self) -> None:
         """Take the hooks off."""
@@ -457,16 +405,6 @@ class Border:
             handle.remove()
         if self._forward is not None:
             self._forward.remove()
-
-    def foreign(self, layer: Module) -> list[tuple[Module, str]]:
-        """Return the parameters of the layer, or of a view of it, that are at home in another stage than its own."""
-        owners = modules_of(layer)
-        return [(owners[index], name) for index, name in self._foreign]
-
-    def without_foreign(self, layer: Module) -> set[int]:
-        """Return the ids of the modules of the layer that have no such parameters, nor have the modules in them."""
-        modules = modules_of(layer)
-        return {id(modules[index]) for index in self._without_foreign}
 
     @outside_the_compiler
     def enter(self, layer: Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -523,6 +461,55 @@ class LayerForward(OwnForward):
         if visit is None:
             return self.__wrapped__(*args, **kwargs)
         return visit.call_layer(self._border, self.module, self, args, kwargs)
+
+
+class _LayerHere:
+    """The forward of a layer with its tensors in the stage of a call: of a replica, which this call alone has.
+
+    Args:
+        visit: the call.
+        layer: the layer, or a call's view of it.
+        own: its forward.
+
+    Attributes:
+        modules: of the replica.
+    """
+
+    def __init__(self, visit: Visit, layer: Module, own: LayerForward) -> None:
+        tree = ModuleTree(layer)
+        parameters = [visit.parameter_here(each) for each in tree.parameters]
+        with torch.no_grad():
+            buffers = list(map(visit.bring, tree.buffers))
+        self.modules: list[Module] = build_replica(tree, parameters, buffers, ())
+        as_parameters(tree.parameters, [parameters])
+        self._originals = [node.module for node in tree.nodes]
+        self._visit, self._device = visit, visit.device
+        self._stand_ins: StandIns | None = None
+        root = self.modules[0]
+        vars(root).pop("forward", None)
+        of_originals = dict(zip(map(id, self._originals), self.modules, strict=True))
+        self._forward = own.of(root, of_originals).__wrapped__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward; tensors in attributes are brought here, too."""
+        undo: Undo = []
+        for each in self.modules:
+            for name, value in attributes_of(each).items():
+                vars(each)[name] = self._visit.bring_in_place(self._device, value, undo)
+        if self._stand_ins is None:
+            self._stand_ins = StandIns(zip(self._originals, self.modules, strict=True))
+        try:
+            return self._forward(*args, **kwargs)
+        finally:
+            exchanged_back(undo)
+
+    def keep(self, home: torch.device) -> None:
+        """Let the layer have what the forward has assigned, on its device."""
+        if self._stand_ins is not None:
+            self._stand_ins.keep(
+                lambda *_: True, lambda value: value if is_note(value) else self._visit.bring_to(home, value)
+            )
+        loosen(self.modules[:1])
 
 
 class _Repeated:

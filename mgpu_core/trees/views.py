@@ -1,7 +1,8 @@
 """Views: a module as one rank, or one call, sees it; other modules of the same classes, which share what they can.
 
-``build_replica`` exchanges all tensors, for a rank; a :class:`ModuleView` keeps them, and exchanges attributes, for a
-call.  A module that outlives its original is a copy: see ``module_copy.py``.
+``build_replica`` exchanges all tensors, for a rank or another stage; a :class:`ModuleView` keeps them, and exchanges
+attributes, for a call.  :class:`StandIns` gives the module what a forward assigns on either.  A module that outlives
+its original is a copy: see ``module_copy.py``.
 
 A *note* is an attribute that holds nothing of a batch: a number, a text, the handle of a hook, a function.  A module
 that changes its layers once, and notes that on itself (``if not self.is_ready: ...``), finds the note in later calls.
@@ -28,7 +29,16 @@ from mgpu_core.trees.module_tree import ModuleNode, ModuleTree
 from mgpu_core.trees.replica_hooks import DICTIONARIES, NO_HOOKS, WeakMethod, have_hooks, own_hooks, weakened
 from mgpu_core.trees.replica_parameters import as_parameters
 
-__all__ = ["ModuleView", "OwnForward", "attributes_of", "build_replica", "build_replicas", "is_note", "loosen"]
+__all__ = [
+    "ModuleView",
+    "OwnForward",
+    "StandIns",
+    "attributes_of",
+    "build_replica",
+    "build_replicas",
+    "is_note",
+    "loosen",
+]
 
 _COMPILED = "_compiled_call_impl"  # what a module's call runs instead of its forward, if it is there
 _REWIRED = "_replica_holders"  # of a replica: which attributes of its modules were made again, as (module, name)
@@ -38,7 +48,7 @@ _NOTES = (
 )
 TABLES = {
     *(name for name, value in vars(Module()).items() if isinstance(value, dict | set)),
-    "_compiled_call_impl",
+    *("_compiled_call_impl", "_is_replica", "_former_parameters", _REWIRED),
 }
 """The attributes of a module that are torch's own: its tensors, children and hooks."""
 
@@ -55,7 +65,7 @@ def build_replicas(
     compiled: Sequence[Sequence[tuple[int, Any]]],
 ) -> list[Any]:
     """Return a replica per rank, of its parameters, which become :class:`ReplicaParameter`, and its buffers."""
-    made = [build_replica(tree, *row, calls) for row, calls in zip(rows, compiled, strict=True)]
+    made = [build_replica(tree, *row, calls)[0] for row, calls in zip(rows, compiled, strict=True)]
     as_parameters(tree.parameters, [parameters for parameters, _ in rows])
     return made
 
@@ -67,8 +77,10 @@ def build_replica(
     compiled: Sequence[tuple[int, Any]],
     *,
     leaves: bool = False,
-) -> Any:
-    """Return a rank's replica of the tree's network: copies of all modules, wired to each other and to its tensors.
+) -> list[Any]:
+    """Return the modules of a rank's replica of the tree's network, the network's first.
+
+    They are copies of those of the tree's nodes, wired to each other and to the rank's tensors.
 
     Args:
         tree: the network as it is now.
@@ -107,7 +119,7 @@ def build_replica(
         held.append((replicas[index], _COMPILED))
     if held:
         replicas[0].__dict__[_REWIRED] = held
-    return replicas[0]
+    return replicas
 
 
 def _attributes(
@@ -185,7 +197,52 @@ def is_note(value: Any) -> bool:
     return isinstance(value, _NOTES)
 
 
-class ModuleView:
+class StandIns:
+    """Modules that stand in for others in one call, and what its forward assigns on them.
+
+    Args:
+        pairs: each module, and the one that stands in for it, with the attributes of the beginning.
+    """
+
+    def __init__(self, pairs: Iterable[tuple[Module, Module]]) -> None:
+        self._made = [(module, other, {**vars(other), "_modules": {**other._modules}}) for module, other in pairs]
+
+    def assigned(self) -> dict[tuple[int, str], Any]:
+        """Return the attributes that the forward has assigned, by the id of the module and the name."""
+        return {
+            (id(module), name): value
+            for module, other, before in self._made
+            for name, value in vars(other).items()
+            if value is not before.get(name, TABLES) and name not in TABLES
+        }
+
+    def keep(self, is_kept: Callable[[int, Any], bool], at_home: Callable[[Any], Any] = lambda value: value) -> None:
+        """Let the modules have what the forward has assigned, and lose what it has deleted.
+
+        Args:
+            is_kept: takes the id of a module and a value.
+            at_home: returns a value for the module.
+        """
+        modules = {id(module): module for module, _, _ in self._made}
+        originals: dict[int, Any] = {id(other): module for module, other, _ in self._made}
+        for (owner, name), value in self.assigned().items():
+            if is_kept(owner, value):
+                vars(modules[owner])[name] = rewired(at_home(value), dict(originals))
+        for module, other, before in self._made:
+            for name in before.keys() - vars(other).keys():
+                vars(module).pop(name, None)
+
+    def added(self) -> list[str]:
+        """Return the names of modules that the forward has added or replaced."""
+        return [
+            name
+            for _, other, before in self._made
+            for name, each in other._modules.items()
+            if each is not before["_modules"].get(name)
+        ]
+
+
+class ModuleView(StandIns):
     """A module as one call sees it: modules around layers are others, with attributes of their own.
 
     Their tables of parameters and buffers, their hooks, and the layers are the same objects.
@@ -202,18 +259,18 @@ class ModuleView:
 
     def __init__(self, root: Module, shared: Container[int], filled: Mapping[int, Iterable[str]] | None = None) -> None:
         self._shared, self._filled = shared, filled or {}
-        self._views: dict[int, tuple[Module, Module, dict[str, Any]]] = {}  # with the attributes of the beginning
+        self._views: dict[int, tuple[Module, Module]] = {}
         self.copies = FilledCopies()
         self.root = self._viewed(root)
-        made = {**self.copies.of_originals, **{owner: view for owner, (_, view, _) in self._views.items()}}
-        for _, view, before in self._views.values():
+        made = {**self.copies.of_originals, **{owner: view for owner, (_, view) in self._views.items()}}
+        for _, view in self._views.values():
             own = vars(view)
             bound = {name: rewired(value, dict(made)) for name, value in own.items() if isinstance(value, MethodType)}
             if have_hooks(own):  # a table that means nothing of the view stays, for hooks that the forward registers
                 tables = own_hooks(own, made)
                 bound |= {name: table for name, table in tables.items() if table != own[name]}
-            before.update(bound)
             own.update(bound)
+        super().__init__(self._views.values())
 
     def _viewed(self, module: Module) -> Module:
         if id(module) in self._shared:
@@ -221,47 +278,24 @@ class ModuleView:
         if id(module) not in self._views:
             view = object.__new__(type(module))
             attributes = {**module.__dict__, "_compiled_call_impl": None}
-            self._views[id(module)] = module, view, attributes
+            self._views[id(module)] = module, view
             for name in self._filled.get(id(module), ()):
                 attributes[name] = self.copies.copied(attributes.get(name))
             if isinstance(own := attributes.get("forward"), OwnForward):
                 attributes["forward"] = own.of(view)
             modules = {name: None if each is None else self._viewed(each) for name, each in module._modules.items()}
-            attributes["_modules"] = dict(modules)
             object.__setattr__(view, "__dict__", {**attributes, "_modules": modules})
         return self._views[id(module)][1]
 
-    def assigned(self) -> dict[tuple[int, str], Any]:
-        """Return the attributes that the forward has assigned, by the id of the module and the name."""
-        return {
-            (owner, name): value
-            for owner, (_, view, before) in self._views.items()
-            for name, value in vars(view).items()
-            if value is not before.get(name, TABLES) and name not in TABLES
-        }
-
-    def keep(self, layers: Container[int] = ()) -> None:
+    def keep_notes(self, layers: Container[int] = ()) -> None:
         """Let the module have the notes of this call; layers, by their ids, have all their attributes."""
-        for (owner, name), value in self.assigned().items():
-            if owner in layers or is_note(value):
-                vars(self._views[owner][0])[name] = value
-        for module, view, before in self._views.values():
-            for name in before.keys() - vars(view).keys():
-                vars(module).pop(name, None)
+        self.keep(lambda owner, value: owner in layers or is_note(value))
 
     def end(self) -> None:
         """Let go of all but the copies."""
         self._views.clear()
+        self._made.clear()
         del self.root
-
-    def added(self) -> list[str]:
-        """Return the names of modules that the forward has added or replaced."""
-        return [
-            name
-            for _, view, before in self._views.values()
-            for name, each in view._modules.items()
-            if each is not before["_modules"].get(name)
-        ]
 
 
 class OwnForward:
@@ -286,13 +320,17 @@ class OwnForward:
         own: Callable[..., Any] = self._own or MethodType(type(self.module).forward, self.module)
         return own
 
-    def of(self, view: Module) -> OwnForward:
-        """Return such an object for a view of the module."""
-        made = copy.copy(self)
-        made._module, made.is_of_view = weakref.ref(view), True
-        if isinstance(self._own, MethodType) and self._own.__self__ is self.module:
-            made._own = MethodType(self._own.__func__, view)
-        return made
+    def of(self, view: Module, made: Mapping[int, Any] | None = None) -> OwnForward:
+        """Return such an object for a view of the module.
+
+        Args:
+            view: the view.
+            made: other objects that take the place of some, by the ids of these.
+        """
+        other = copy.copy(self)
+        other._module, other.is_of_view = weakref.ref(view), True
+        other._own = None if self._own is None else rewired(self._own, {**(made or {}), id(self.module): view})
+        return other
 
     def remove(self) -> None:
         """Give the module its own forward back, unless it was given another one since."""

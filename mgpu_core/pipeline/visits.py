@@ -187,7 +187,7 @@ class Visit:
             return checkpoint(run, *args, use_reentrant=False, context_fn=lambda: (NULL_CONTEXT, again()), **kwargs)
         finally:
             if here is not None:
-                here.keep(self.places.devices[border.stage])
+                here.keep(self.places.devices[border.stage], is_shared=is_elsewhere and not own.is_of_view)
 
     def go_to(self, stage: int) -> None:
         """Go to a stage."""
@@ -503,11 +503,16 @@ class _LayerHere:
         finally:
             exchanged_back(undo)
 
-    def keep(self, home: torch.device) -> None:
-        """Let the layer have what the forward has assigned, on its device."""
+    def keep(self, home: torch.device, *, is_shared: bool) -> None:
+        """Let the layer have what the forward has assigned, on its device.
+
+        A layer that micro-batches share gets notes alone.  What its call at home has kept of a batch stays, and tells
+        that each of them needs a view of it.
+        """
         if self._stand_ins is not None:
             self._stand_ins.keep(
-                lambda *_: True, lambda value: value if is_note(value) else self._visit.bring_to(home, value)
+                lambda _, before, value: not is_shared or (is_note(before) and is_note(value)),
+                lambda value: value if is_note(value) else self._visit.bring_to(home, value),
             )
         loosen(self.modules[:1])
 

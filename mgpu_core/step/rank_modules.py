@@ -88,7 +88,7 @@ class RankModules:
         calls = compiled_by_rank(tree, count) if tree.is_compiled else [[]] * count
         made = [] if tree.is_compiled or self.is_static else [self.module]
         for rank in range(len(made), count):
-            made += (build_replica(tree, *rows[rank], calls[rank], leaves=True)[0],)
+            made += (build_replica(tree, *rows[rank], calls[rank])[0],)
         return made, copies
 
     def _refresh(self, replicas: Sequence[Module], copies: Sequence[Sequence[torch.Tensor]]) -> None:

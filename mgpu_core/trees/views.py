@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from types import FunctionType, MethodType
 from typing import Any
@@ -75,8 +75,6 @@ def build_replica(
     parameters: Sequence[torch.Tensor],
     buffers: Sequence[torch.Tensor] | None,
     compiled: Sequence[tuple[int, Any]],
-    *,
-    leaves: bool = False,
 ) -> list[Any]:
     """Return the modules of a rank's replica of the tree's network, the network's first.
 
@@ -86,7 +84,6 @@ def build_replica(
         tree: the network as it is now.
         parameters, buffers: of the rank, in the tree's order; ``None``: the modules' own tables of buffers.
         compiled: for each compiled module the index of its node, and the callable of its replica.
-        leaves: the parameters are ``nn.Parameter``.
     """
     if not replica_hooks.are_apart:
         replica_hooks.keep_hooks_apart()
@@ -102,7 +99,7 @@ def build_replica(
             # Past Module.__setattr__, which would find out for each value what it is.
             assign(replica, "__dict__", _attributes(node, replicas, parameters, buffers))
         else:
-            _wire_by_setattr(node, replica, replicas, parameters, tree.buffers if buffers is None else buffers, leaves)
+            _wire_by_setattr(node, replica, replicas, parameters, tree.buffers if buffers is None else buffers)
         if replica_hooks.SHARES_HOOKS not in replica.__dict__:
             hooked += ((node, replica),)
     if tree.has_holders or hooked:
@@ -170,7 +167,6 @@ def _wire_by_setattr(
     replicas: list[Any],
     parameters: Sequence[torch.Tensor],
     buffers: Sequence[torch.Tensor],
-    leaves: bool,
 ) -> None:
     """Wire a module that has a say in it: RNNs keep a second list of their weights, ScriptModules live in C++."""
     replica._former_parameters = {}  # torch's name for a replica's parameters
@@ -180,7 +176,7 @@ def _wire_by_setattr(
         setattr(replica, name, replicas[index])
     for name, index in node.parameters:
         setattr(replica, name, parameters[index])
-        if not (leaves or node.kind.is_script):  # no leaf can be registered by assignment
+        if name in replica.__dict__:  # it is no nn.Parameter, which alone is registered by assignment
             replica._parameters[name] = replica.__dict__.pop(name)
     for name, index in node.buffers:
         setattr(replica, name, buffers[index])
@@ -209,28 +205,32 @@ class StandIns:
 
     def assigned(self) -> dict[tuple[int, str], Any]:
         """Return the attributes that the forward has assigned, by the id of the module and the name."""
-        return {
-            (id(module), name): value
-            for module, other, before in self._made
-            for name, value in vars(other).items()
-            if value is not before.get(name, TABLES) and name not in TABLES
-        }
+        return {(id(module), name): vars(other)[name] for module, other, name, _ in self._changed()}
 
-    def keep(self, is_kept: Callable[[int, Any], bool], at_home: Callable[[Any], Any] = lambda value: value) -> None:
+    def _changed(self) -> Iterator[tuple[Module, Module, str, Any]]:
+        """Yield the modules and the name of each attribute that was assigned, with its value of before."""
+        for module, other, before in self._made:
+            for name, value in vars(other).items():
+                if value is not before.get(name, TABLES) and name not in TABLES:
+                    yield module, other, name, before.get(name)
+
+    def keep(
+        self, is_kept: Callable[[int, Any, Any], bool], at_home: Callable[[Any], Any] = lambda value: value
+    ) -> None:
         """Let the modules have what the forward has assigned, and lose what it has deleted.
 
         Args:
-            is_kept: takes the id of a module and a value.
+            is_kept: takes the id of a module, and an attribute's values before and now.
             at_home: returns a value for the module.
         """
-        modules = {id(module): module for module, _, _ in self._made}
         originals: dict[int, Any] = {id(other): module for module, other, _ in self._made}
-        for (owner, name), value in self.assigned().items():
-            if is_kept(owner, value):
-                vars(modules[owner])[name] = rewired(at_home(value), dict(originals))
+        for module, other, name, value in self._changed():
+            if is_kept(id(module), value, vars(other)[name]):
+                vars(module)[name] = rewired(at_home(vars(other)[name]), dict(originals))
         for module, other, before in self._made:
             for name in before.keys() - vars(other).keys():
-                vars(module).pop(name, None)
+                if is_kept(id(module), before[name], None):
+                    vars(module).pop(name, None)
 
     def added(self) -> list[str]:
         """Return the names of modules that the forward has added or replaced."""
@@ -289,7 +289,7 @@ class ModuleView(StandIns):
 
     def keep_notes(self, layers: Container[int] = ()) -> None:
         """Let the module have the notes of this call; layers, by their ids, have all their attributes."""
-        self.keep(lambda owner, value: owner in layers or is_note(value))
+        self.keep(lambda owner, _, value: owner in layers or is_note(value))
 
     def end(self) -> None:
         """Let go of all but the copies."""

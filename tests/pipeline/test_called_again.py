@@ -1,5 +1,7 @@
 """A layer that the forward calls again in a later stage, where its tensors are not; on the fake devices differ."""
 
+from functools import partial
+
 import pytest
 import torch
 from fakes.nets import cpu
@@ -36,7 +38,78 @@ class Noted(nn.Module):
         return self.linear(x)
 
 
+class Held(nn.Module):
+    """Reaches its layers by a list, a partial, and a method of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.layers, self.last, self.act = [self.first], partial(self.second), self.activated
+
+    def activated(self, x):
+        return torch.tanh(x) * self.first.bias
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = self.act(layer(x))
+        return self.last(x)
+
+
+class Listed(nn.Module):
+    """Keeps a list of its own weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(8) / 2)
+        self.weights = [self.weight]
+
+    def forward(self, x):
+        assert isinstance(self.weight, nn.Parameter)
+        return x @ self.weights[0]
+
+
+class Keeping(nn.Module):
+    """Reads what its first call has kept in its second: a tensor of the batch, and a method."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.kept, self.method = nn.Linear(8, 8), None, None
+
+    def through(self, x):
+        return self.linear(x)
+
+    def forward(self, x):
+        y = self.linear(x) if self.method is None else self.method(x)
+        y, self.kept = (y, y) if self.kept is None else (y + self.kept / 2, None)
+        self.method = self.through
+        return y
+
+
+def patched():
+    """Return a layer whose forward was exchanged."""
+    layer = nn.Linear(8, 8)
+    before = layer.forward
+    layer.forward = partial(lambda function, x: function(x) * 2, before)
+    return layer
+
+
+class Recurrent(nn.Module):
+    """Keeps a flat list of its weights in torch's own code."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(8, 8, batch_first=True)
+
+    def forward(self, x):
+        return self.lstm(x[:, None])[0][:, 0]
+
+
 KINDS = {
+    "held": Held,
+    "listed": Listed,
+    "keeping": Keeping,
+    "patched": patched,
+    "recurrent": Recurrent,
     "linear": lambda: nn.Linear(8, 8),
     "scaled": Scaled,
     "noted": Noted,

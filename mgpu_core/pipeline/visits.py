@@ -486,17 +486,21 @@ class _LayerHere:
         self._visit, self._device = visit, visit.device
         self._stand_ins: StandIns | None = None
         root = self.modules[0]
-        vars(root).pop("forward", None)
-        of_originals = dict(zip(map(id, self._originals), self.modules, strict=True))
-        self._forward = own.of(root, of_originals).__wrapped__
+        if type(root) is type(layer):
+            vars(root).pop("forward", None)
+            of_originals = dict(zip(map(id, self._originals), self.modules, strict=True))
+            self._forward = own.of(root, of_originals).__wrapped__
+        else:  # of a compiled layer, whose replica is of the module in it
+            self._forward = root.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward; tensors in attributes are brought here, too."""
-        undo: Undo = []
+        """Run the forward; tensors in attributes are brought here, too, in containers that the replica alone has."""
+        copies, undo = FilledCopies(), Undo()
         for each in self.modules:
             for name, value in attributes_of(each).items():
-                vars(each)[name] = self._visit.bring_in_place(self._device, value, undo)
+                vars(each)[name] = self._visit.bring_in_place(self._device, copies.copied(value), undo)
         if self._stand_ins is None:
+            self._copies = copies
             self._stand_ins = StandIns(zip(self._originals, self.modules, strict=True))
         try:
             return self._forward(*args, **kwargs)
@@ -510,6 +514,7 @@ class _LayerHere:
         that each of them needs a view of it.
         """
         if self._stand_ins is not None:
+            self._copies.merge()
             self._stand_ins.keep(
                 lambda _, before, value: not is_shared or (is_note(before) and is_note(value)),
                 lambda value: value if is_note(value) else self._visit.bring_to(home, value),

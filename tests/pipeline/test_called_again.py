@@ -110,6 +110,8 @@ KINDS = {
     "keeping": Keeping,
     "patched": patched,
     "recurrent": Recurrent,
+    "compiled": lambda: torch.compile(nn.Linear(8, 8), backend="eager"),
+    "spectral": lambda: torch.nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)),
     "linear": lambda: nn.Linear(8, 8),
     "scaled": Scaled,
     "noted": Noted,

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import chain
+from itertools import chain, count
 from typing import Any, Protocol
 
 import torch
@@ -183,7 +183,7 @@ class Visit:
             if not is_repeated or not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             again = partial(recomputing, [layer])
-            run = _Repeated(forward, args, kwargs, modules)
+            run = _repeated(forward, args, kwargs, modules)
             return checkpoint(run, *args, use_reentrant=False, context_fn=lambda: (NULL_CONTEXT, again()), **kwargs)
         finally:
             if here is not None:
@@ -522,32 +522,30 @@ class _LayerHere:
         loosen(self.modules[:1])
 
 
-class _Repeated:
-    """A forward that runs again in backward: from the containers and attributes of its first time.
+def _repeated(forward: Callable[..., Any], args: Any, kwargs: Any, modules: Sequence[Module]) -> Callable[..., Any]:
+    """Return a forward that runs again in backward from the containers and attributes of its first time.
 
     Args:
         forward, args, kwargs: the call.
         modules: whose attributes it may change.
     """
+    given, runs = FilledCopies().copied((args, kwargs)), count()
+    attributes = [(vars(each), dict(vars(each))) for each in modules]
 
-    def __init__(self, forward: Callable[..., Any], args: Any, kwargs: Any, modules: Sequence[Module]) -> None:
-        self._forward, self._given = forward, FilledCopies().copied((args, kwargs))
-        self._attributes = [(vars(each), dict(vars(each))) for each in modules]
-        self._is_first = True
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._is_first:
-            self._is_first = False
-            return self._forward(*args, **kwargs)
-        args, kwargs = FilledCopies().copied(self._given)
-        now = [dict(attributes) for attributes, _ in self._attributes]
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not next(runs):
+            return forward(*args, **kwargs)
+        args, kwargs = FilledCopies().copied(given)
+        now = [dict(own) for own, _ in attributes]
         try:
-            for attributes, before in self._attributes:
-                attributes.update(before)
-            return self._forward(*args, **kwargs)
+            for own, before in attributes:
+                own.update(before)
+            return forward(*args, **kwargs)
         finally:
-            for (attributes, _), after in zip(self._attributes, now, strict=True):
-                attributes.update(after)
+            for (own, _), after in zip(attributes, now, strict=True):
+                own.update(after)
+
+    return run
 
 
 _LOOKS = {

@@ -13,34 +13,24 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from mgpu_core.trace.events import INFERENCE, NO_STEP, Event
 
-__all__ = ["Clock", "Draft", "HostClock", "TraceBuffer", "WholeStep"]
+__all__ = ["Clock", "Draft", "TraceBuffer", "WholeStep"]
 
 
-class Clock(Protocol):
-    """Read times on devices that run work after its launch."""
+class Clock:
+    """Read times on devices that run work after its launch; this one knows none of them, and leaves the host's time."""
 
     def mark(self, device: torch.device) -> object:
         """Return a mark on the device's current stream; ``None`` to use the host's time."""
-
-    def ns(self, mark: Any) -> int:
-        """Wait for the mark, and return its time in ns of the host's clock."""
-
-
-class HostClock:
-    """The host's time, for devices without a clock."""
-
-    def mark(self, _device: torch.device) -> object:
-        """Return None: the host's time is used."""
         return None
 
     def ns(self, mark: Any) -> int:
-        """Raise: there are no marks."""
+        """Wait for the mark, and return its time in ns of the host's clock."""
         raise NotImplementedError
 
 
@@ -74,7 +64,7 @@ class TraceBuffer:
         failure: the error of tracing that ended the recording; it never reaches a training step.
     """
 
-    clock: Clock = field(default_factory=HostClock)
+    clock: Clock = field(default_factory=Clock)
     skip: int = 0
     steps: int | None = None
     limit: int = 200_000

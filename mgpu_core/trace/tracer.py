@@ -25,7 +25,7 @@ import torch
 
 from mgpu_core.support.null_context import NULL_CONTEXT
 from mgpu_core.support.warnings import warn_user
-from mgpu_core.trace.buffer import Clock, Draft, HostClock, TraceBuffer
+from mgpu_core.trace.buffer import Clock, Draft, TraceBuffer
 from mgpu_core.trace.events import ALL_RANKS, NO_BUCKET, NO_STEP, Event, Mark, Span
 
 __all__ = [
@@ -303,7 +303,7 @@ def tracing(
         RuntimeError: a trace is already being recorded.
     """
     global recording
-    buffer = TraceBuffer(clock or HostClock(), skip, steps)
+    buffer = TraceBuffer(clock or Clock(), skip, steps)
     try:
         with _lock:
             if recording is not None:

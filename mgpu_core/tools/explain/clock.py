@@ -11,13 +11,14 @@ import torch
 from mgpu_core.devices.streams import is_capturing
 from mgpu_core.devices.time_limits import time_limit
 from mgpu_core.errors import Error
+from mgpu_core.trace.buffer import Clock
 
 __all__ = ["EventClock"]
 
 _Moment: TypeAlias = tuple[int, torch.cuda.Event]  # GPU, and what was recorded there
 
 
-class EventClock:
+class EventClock(Clock):
     """Of all GPUs; other devices have the host's time.
 
     A GPU's axis begins at its first mark: one event is recorded at a known host time, when the GPU is idle.  The others

@@ -34,11 +34,12 @@ from mgpu_core.pipeline.deferred import recomputing
 from mgpu_core.pipeline.parameter_copies import ParameterCopies
 from mgpu_core.ranks.compiled import outside_the_compiler
 from mgpu_core.support.null_context import NULL_CONTEXT
+from mgpu_core.support.warnings import warn_user
 from mgpu_core.trees.filled import FilledCopies, Undo, exchanged_back, map_in_place
 from mgpu_core.trees.module_tree import ModuleTree, modules_of, parameters_of
 from mgpu_core.trees.nested import map_leaves
 from mgpu_core.trees.replica_parameters import as_parameters
-from mgpu_core.trees.views import OwnForward, StandIns, attributes_of, build_replica, is_note, loosen
+from mgpu_core.trees.views import ModuleView, OwnForward, StandIns, attributes_of, build_replica, is_note, loosen
 
 __all__ = [
     "Border",
@@ -171,14 +172,16 @@ class Visit:
             end()
 
     def call_layer(self, border: Border, layer: Module, own: LayerForward, args: Any, kwargs: Any) -> Any:
-        """Run the forward of a layer: of a replica, where not all its tensors are here; twice, if that is asked for."""
+        """Run the forward of a layer: of a view of it, where not all its tensors are here; twice, if that is asked."""
         is_repeated = self.recomputes and border.is_wrapped
-        is_elsewhere = border.is_wrapped and self.stage != border.stage
         forward, modules = own.__wrapped__, modules_of(layer) if own.is_of_view else []
-        here = None
-        if is_elsewhere or (border.has_foreign and (is_repeated or self.stage == border.stage)):
-            forward = here = _LayerHere(self, layer, own)
-            modules = here.modules
+        keep: Callable[[], None] | None = None
+        if border.is_wrapped and (self.stage != border.stage or (is_repeated and border.has_foreign)):
+            here = _LayerHere(self, border, layer, own)
+            forward, modules, keep = here, here.modules, here.keep
+        elif border.has_foreign and self.stage == border.stage:
+            view = self._with_copies(border, layer)
+            forward, keep = vars(view.root)["forward"].__wrapped__, partial(view.keep, lambda *_: True)
         try:
             if not is_repeated or not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
@@ -186,8 +189,20 @@ class Visit:
             run = _repeated(forward, args, kwargs, modules)
             return checkpoint(run, *args, use_reentrant=False, context_fn=lambda: (NULL_CONTEXT, again()), **kwargs)
         finally:
-            if here is not None:
-                here.keep(self.places.devices[border.stage], is_shared=is_elsewhere and not own.is_of_view)
+            if keep is not None:
+                keep()
+
+    def _with_copies(self, border: Border, layer: Module) -> ModuleView:
+        """Return a view of a layer at home, with copies of the parameters that are at home in another stage.
+
+        This call alone has it: calls of other threads do not see the copies.  All else is the layer's own.
+        """
+        view = ModuleView(layer, border.without_foreign(layer))
+        for each in view.modules:
+            own = each._parameters.items()
+            here = {name: None if tensor is None else self.parameter_here(tensor) for name, tensor in own}
+            vars(each)["_parameters"] = here
+        return view
 
     def go_to(self, stage: int) -> None:
         """Go to a stage."""
@@ -392,7 +407,12 @@ class Border:
     ) -> None:
         self.places, self.name, self.stage, self.next_stage = places, name, stage, next_stage
         self.is_wrapped = is_wrapped
-        self.has_foreign = any(places.stage_of(each) != stage for each in parameters_of(layer))
+        modules = modules_of(layer)
+        foreign = {id(each) for each in parameters_of(layer) if places.stage_of(each) != stage}
+        self.has_foreign = bool(foreign)
+        self._without_foreign = [  # the indices of modules
+            index for index, each in enumerate(modules) if foreign.isdisjoint(map(id, parameters_of(each)))
+        ]
         self._forward = LayerForward(layer, self) if is_wrapped or self.has_foreign else None
         self._handles = [
             layer.register_forward_pre_hook(self.enter, with_kwargs=True, prepend=True),
@@ -405,6 +425,11 @@ class Border:
             handle.remove()
         if self._forward is not None:
             self._forward.remove()
+
+    def without_foreign(self, layer: Module) -> set[int]:
+        """Return the ids of the layer's modules, or of a view's, of which no parameter is at home in another stage."""
+        modules = modules_of(layer)
+        return {id(modules[index]) for index in self._without_foreign}
 
     @outside_the_compiler
     def enter(self, layer: Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -464,10 +489,11 @@ class LayerForward(OwnForward):
 
 
 class _LayerHere:
-    """The forward of a layer with its tensors in the stage of a call: of a replica, which this call alone has.
+    """The forward of a layer with all its tensors in the stage of a call: of a replica, which this call alone has.
 
     Args:
         visit: the call.
+        border: of the layer.
         layer: the layer, or a call's view of it.
         own: its forward.
 
@@ -475,7 +501,7 @@ class _LayerHere:
         modules: of the replica.
     """
 
-    def __init__(self, visit: Visit, layer: Module, own: LayerForward) -> None:
+    def __init__(self, visit: Visit, border: Border, layer: Module, own: LayerForward) -> None:
         tree = ModuleTree(layer)
         parameters = [visit.parameter_here(each) for each in tree.parameters]
         with torch.no_grad():
@@ -483,7 +509,9 @@ class _LayerHere:
         self.modules: list[Module] = build_replica(tree, parameters, buffers, ())
         as_parameters(tree.parameters, [parameters])
         self._originals = [node.module for node in tree.nodes]
-        self._visit, self._device = visit, visit.device
+        self._visit, self._device, self._home = visit, visit.device, visit.places.devices[border.stage]
+        self._is_shared = visit.stage != border.stage and not own.is_of_view
+        self._sent = [(copy, copy._version) for own, copy in zip(tree.buffers, buffers, strict=True) if copy is not own]
         self._stand_ins: StandIns | None = None
         root = self.modules[0]
         if type(root) is type(layer):
@@ -507,17 +535,22 @@ class _LayerHere:
         finally:
             exchanged_back(undo)
 
-    def keep(self, home: torch.device, *, is_shared: bool) -> None:
-        """Let the layer have what the forward has assigned, on its device.
+    def keep(self) -> None:
+        """Let the layer have what the forward has assigned, at home.
 
         A layer that micro-batches share gets notes alone.  What its call at home has kept of a batch stays, and tells
         that each of them needs a view of it.
         """
+        if any(copy._version != version for copy, version in self._sent):
+            warn_user(
+                f"a {type(self._originals[0]).__name__} writes its buffers where it is called again, in another stage "
+                "than its own: that is lost, and only its calls at home count. Put the border after its last call"
+            )
         if self._stand_ins is not None:
             self._copies.merge()
             self._stand_ins.keep(
-                lambda _, before, value: not is_shared or (is_note(before) and is_note(value)),
-                lambda value: value if is_note(value) else self._visit.bring_to(home, value),
+                lambda _, before, value: not self._is_shared or (is_note(before) and is_note(value)),
+                lambda value: value if is_note(value) else self._visit.bring_to(self._home, value),
             )
         loosen(self.modules[:1])
 

@@ -203,6 +203,11 @@ class StandIns:
     def __init__(self, pairs: Iterable[tuple[Module, Module]]) -> None:
         self._made = [(module, other, {**vars(other), "_modules": {**other._modules}}) for module, other in pairs]
 
+    @property
+    def modules(self) -> list[Module]:
+        """Those that stand in."""
+        return [other for _, other, _ in self._made]
+
     def assigned(self) -> dict[tuple[int, str], Any]:
         """Return the attributes that the forward has assigned, by the id of the module and the name."""
         return {(id(module), name): vars(other)[name] for module, other, name, _ in self._changed()}
@@ -228,7 +233,12 @@ class StandIns:
             if is_kept(id(module), value, vars(other)[name]):
                 vars(module)[name] = rewired(at_home(vars(other)[name]), dict(originals))
         for module, other, before in self._made:
-            for name in before.keys() - vars(other).keys():
+            children = before["_modules"]
+            for name, child in other._modules.items():
+                if child is not children.get(name) and is_kept(id(module), children.get(name), child):
+                    vars(module).pop(name, None)
+                    module._modules[name] = originals.get(id(child), child)
+            for name in before.keys() - vars(other).keys() - other._modules.keys():
                 if is_kept(id(module), before[name], None):
                     vars(module).pop(name, None)
 

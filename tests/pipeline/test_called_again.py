@@ -128,7 +128,7 @@ class Twice(nn.Module):
 
     def __init__(self, kind):
         super().__init__()
-        self.layers = nn.ModuleList([KINDS[kind](), nn.Linear(8, 8), nn.Linear(8, 8)])
+        self.layers = nn.ModuleList([KINDS.get(kind, kind)(), nn.Linear(8, 8), nn.Linear(8, 8)])
 
     def forward(self, x):
         for layer in self.layers:
@@ -184,3 +184,62 @@ def test_a_placed_net_answers_as_one_device_does(kind):
         for own, other in zip(*grads, strict=True):
             torch.testing.assert_close(own.cpu(), other.cpu(), rtol=1e-4, atol=1e-5)
     assert calls_of(net) == calls_of(whole)
+
+
+class Counting(nn.Module):
+    """Adds to a buffer in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("total", torch.zeros(()))
+
+    def forward(self, x):
+        self.total += 1
+        return self.linear(x)
+
+
+def test_a_buffer_that_is_written_away_from_home_is_told_of():
+    net = made(Counting)
+    pipeline = Pipeline(net, cpu(2), split_points=["layers.1"], chunks=1)
+    x, _ = batch()
+    if torch.device(FIRST).type == "cpu":  # one memory
+        pipeline(x)
+        assert float(net.layers[0].total) == 2
+        return
+    with pytest.warns(UserWarning, match="a Counting writes its buffers where it is called again"):
+        pipeline(x)
+    assert float(net.layers[0].total.cpu()) == 1
+
+
+class Tied(nn.Module):
+    """Has the weight of another stage, and changes itself as it runs."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.linear, self.act, self.handle = nn.Linear(8, 8, bias=False), None, None
+        self.linear.weight = weight
+        self.inner = nn.Sequential(nn.Identity())
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x):
+        self.mean = self.mean + 1
+        if self.act is None:
+            self.act = nn.Tanh()
+            self.handle = self.inner.register_forward_hook(lambda module, args, output: output * 2)
+        return self.linear(self.inner(self.act(x)) + self.mean)
+
+
+@pytest.mark.parametrize("run", ["place", "pipeline"])
+def test_a_layer_with_a_tied_weight_changes_at_home_as_on_one_device(run):
+    def tied():
+        torch.manual_seed(0)
+        first = nn.Linear(8, 8)
+        return nn.Sequential(first, nn.GELU(), Tied(first.weight)).to(FIRST)
+
+    net, whole = tied(), tied()
+    placed = place(net, cpu(2), ["2"]) if run == "place" else Pipeline(net, cpu(2), split_points=["2"], chunks=1)
+    x, _ = batch()
+    for _ in range(3):
+        torch.testing.assert_close(placed(x).cpu(), whole(x).cpu())
+    torch.testing.assert_close(net[2].mean.cpu(), whole[2].mean.cpu())

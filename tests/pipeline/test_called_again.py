@@ -85,6 +85,18 @@ class Keeping(nn.Module):
         return y
 
 
+class Last(nn.Module):
+    """Keeps its last output, which nobody reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.last = nn.Linear(8, 8), None
+
+    def forward(self, x):
+        self.last = self.linear(x)
+        return self.last
+
+
 def patched():
     """Return a layer whose forward was exchanged."""
     layer = nn.Linear(8, 8)
@@ -108,6 +120,7 @@ KINDS = {
     "held": Held,
     "listed": Listed,
     "keeping": Keeping,
+    "last": Last,
     "patched": patched,
     "recurrent": Recurrent,
     "compiled": lambda: torch.compile(nn.Linear(8, 8), backend="eager"),

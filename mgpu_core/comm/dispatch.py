@@ -3,9 +3,6 @@
 :mod:`mgpu_core.comm.api` has validated users' tensors; autograd and the step pass tensors of their own.  An input may
 be a lazy view or sparse, as gradients are: its dispatch keys say so, and it is resolved.  Tensors that the core can
 move go to the core, all others to plain torch.  Autograd is told of tensors that are written in place.
-
-Each collective is two functions: the one that is called asks whether a recording is on, which wants to know more, and
-the one with the same name and an underscore does the work, and returns the algorithm that ran.
 """
 
 from __future__ import annotations
@@ -28,6 +25,7 @@ from mgpu_core.devices.memory import note_written
 from mgpu_core.devices.tensor_checks import are_blocks, plain_keys, readable
 from mgpu_core.devices.transfer import copying_to, hand_over
 from mgpu_core.errors import BackendUnavailable
+from mgpu_core.support.null_context import NULL_CONTEXT
 from mgpu_core.trace import tracer
 
 __all__ = [
@@ -90,22 +88,15 @@ def scatter_into(whole: torch.Tensor, parts: Tensors, dim: int, order: torch.mem
     whole = readable(whole, "the tensor to scatter")
     order = order or layout.common_order([whole, *parts])
     ends = None if order is None else layout.streams_of_cut(whole, parts, dim, order)
-    if tracer.recording is None:
-        _scatter_into(whole, parts, dim, order, ends)
-    else:
-        with CollectiveTrace("scatter", [parts], [whole]) as call:
-            call.ran(_scatter_into(whole, parts, dim, order, ends))
-
-
-def _scatter_into(
-    whole: torch.Tensor, parts: Tensors, dim: int, order: torch.memory_format | None, ends: Ends | None
-) -> str:
-    if ends is None or order is None:
-        torch_backend.scatter(whole, parts, dim)
-        return torch_backend.ALGORITHM
-    about, rows = _transfer(whole, parts, dim, order)
-    _core.scatter(about, ends[0], rows, ends[1])
-    return "direct"
+    trace = None if tracer.recording is None else CollectiveTrace("scatter", [parts], [whole])
+    with trace or NULL_CONTEXT:
+        if ends is None or order is None:
+            torch_backend.scatter(whole, parts, dim)
+        else:
+            about, rows = _transfer(whole, parts, dim, order)
+            _core.scatter(about, ends[0], rows, ends[1])
+        if trace is not None:
+            trace.ran("direct" if ends else torch_backend.ALGORITHM)
 
 
 def gather(parts: Tensors, dim: int, device: torch.device) -> torch.Tensor:
@@ -128,22 +119,15 @@ def gather_into(parts: Tensors, whole: torch.Tensor, dim: int) -> None:
         parts = [readable(part, f"the tensor of rank {rank}") for rank, part in enumerate(parts)]
         order = layout.common_order([whole, *parts])
     ends = None if order is None else layout.streams_of_cut(whole, parts, dim, order)
-    if tracer.recording is None:
-        _gather_into(parts, whole, dim, order, ends)
-    else:
-        with CollectiveTrace("gather", [parts], [whole]) as call:
-            call.ran(_gather_into(parts, whole, dim, order, ends))
-
-
-def _gather_into(
-    parts: Tensors, whole: torch.Tensor, dim: int, order: torch.memory_format | None, ends: Ends | None
-) -> str:
-    if ends is None or order is None:
-        torch_backend.gather(parts, whole, dim)
-        return torch_backend.ALGORITHM
-    about, rows = _transfer(whole, parts, dim, order)
-    _core.gather(rows, ends[1], about, ends[0])
-    return "direct"
+    trace = None if tracer.recording is None else CollectiveTrace("gather", [parts], [whole])
+    with trace or NULL_CONTEXT:
+        if ends is None or order is None:
+            torch_backend.gather(parts, whole, dim)
+        else:
+            about, rows = _transfer(whole, parts, dim, order)
+            _core.gather(rows, ends[1], about, ends[0])
+        if trace is not None:
+            trace.ran("direct" if ends else torch_backend.ALGORITHM)
 
 
 def _transfer(
@@ -166,12 +150,7 @@ def copies_of(tensor: torch.Tensor, devices: Devices) -> list[torch.Tensor]:
 def broadcast(sources: Tensors, devices: Devices) -> list[list[torch.Tensor]]:
     """Return ``copies[i][rank]`` of each source; rank 0's is the source itself where it is on that device."""
     copies = [copies_of(source, devices) for source in sources]
-    streams = _streams_of_plain(sources, devices)
-    if tracer.recording is None:
-        _broadcast_into(sources, copies, streams)
-    else:
-        with CollectiveTrace("broadcast", copies, sources) as call:
-            call.ran(_broadcast_into(sources, copies, streams))
+    broadcast_into(sources, copies, _streams_of_plain(sources, devices))
     return copies
 
 
@@ -186,24 +165,23 @@ def _streams_of_plain(sources: Tensors, devices: Devices) -> Ends | None:
     return layout.streams_of_root(device, devices)
 
 
-def broadcast_into(sources: Tensors, copies: Sequence[Tensors]) -> None:
-    """Fill ``copies[i][rank]`` from ``sources[i]``; a copy that is its source itself is left alone."""
-    if tracer.recording is None:
-        _broadcast_into(sources, copies)
-    else:
-        with CollectiveTrace("broadcast", copies, sources) as call:
-            call.ran(_broadcast_into(sources, copies))
-
-
-def _broadcast_into(sources: Tensors, copies: Sequence[Tensors], plain: Ends | None = None) -> str:
-    """Fill the copies, whatever they are; return the algorithm of most of them.
+def broadcast_into(sources: Tensors, copies: Sequence[Tensors], plain: Ends | None = None) -> None:
+    """Fill ``copies[i][rank]`` from ``sources[i]``; a copy that is its source itself is left alone.
 
     Args:
-        plain: the streams of the root and the ranks, where all is contiguous memory of one device each.
+        plain: the streams of the root and the ranks, where all is known to be contiguous memory of one device each.
     """
-    if plain is not None:
-        _broadcast_in_core([*zip(sources, copies, strict=True)], plain)
-        return "direct"
+    trace = None if tracer.recording is None else CollectiveTrace("broadcast", copies, sources)
+    with trace or NULL_CONTEXT:
+        if plain is not None:
+            _broadcast_in_core([*zip(sources, copies, strict=True)], plain)
+        is_direct = plain is not None or _broadcast_any(sources, copies)
+        if trace is not None:
+            trace.ran("direct" if is_direct else torch_backend.ALGORITHM)
+
+
+def _broadcast_any(sources: Tensors, copies: Sequence[Tensors]) -> bool:
+    """Fill the copies, whatever they are; return whether the core has filled some."""
     ours: list[_Pair] = []
     others: list[_Pair] = []
     for i, (given, made) in enumerate(zip(sources, copies, strict=True)):
@@ -220,10 +198,10 @@ def _broadcast_into(sources: Tensors, copies: Sequence[Tensors], plain: Ends | N
     streams = layout.streams_of_root(devices[0][0], devices[0][1:]) if ours else None
     if streams is None or any(each != devices[0] for each in devices):
         _broadcast_elsewhere(others + ours)
-        return torch_backend.ALGORITHM
+        return False
     _broadcast_in_core(ours, streams)
     _broadcast_elsewhere(others)
-    return "direct"
+    return True
 
 
 def _broadcast_in_core(pairs: Sequence[tuple[torch.Tensor, Tensors]], streams: Ends) -> None:
@@ -257,28 +235,17 @@ def reduce_batch(parts: Sequence[Parts], op: str, device: torch.device) -> list[
     devices = _devices_of_plain(parts, device)
     resolved = parts if devices else [_resolve(each) for each in parts]
     streams = layout.streams_of_root(device, devices) if devices else None
-    if tracer.recording is None:
-        return _reduce_batch(resolved, op, device, streams)[0]
-    with CollectiveTrace("reduce", resolved) as call:
-        totals, ran = _reduce_batch(resolved, op, device, streams)
-        call.ran(ran, totals)
+    trace = None if tracer.recording is None else CollectiveTrace("reduce", resolved)
+    with trace or NULL_CONTEXT:
+        if streams is None:
+            totals, ran = _reduced(resolved, op, device)
+        else:
+            firsts = [row[0] if row[0] is not None else _first(row) for row in resolved]
+            totals, ran = [torch.empty_like(first, device=device) for first in firsts], "direct"
+            _reduce_in_core(resolved, totals, op, streams)
+        if trace is not None:
+            trace.ran(ran, totals)
     return totals
-
-
-def _reduce_batch(
-    parts: Sequence[Parts], op: str, device: torch.device, streams: Ends | None
-) -> tuple[list[torch.Tensor], str]:
-    """Return the sums of parts that can be read, and which way most of them went.
-
-    Args:
-        streams: of the root and the ranks, where all is plain contiguous memory that the core adds.
-    """
-    if streams is None:
-        return _reduced(parts, op, device)
-    firsts = [row[0] if row[0] is not None else _first(row) for row in parts]
-    totals = [torch.empty_like(first, device=device) for first in firsts]
-    _reduce_in_core(parts, totals, op, streams)
-    return totals, "direct"
 
 
 def _first(row: Parts) -> torch.Tensor:
@@ -381,76 +348,60 @@ def all_reduce_into(
         BackendUnavailable: ``nccl`` where it cannot run.
     """
     streams = layout.streams_alike(tensors) if tensors[0].dtype in CORE_DTYPES else None
-    if tracer.recording is None:
-        ran = _all_reduce_into(tensors, op, algorithm, merge_shared_devices, streams, outs)
-    else:
-        with CollectiveTrace("all_reduce", [tensors], others=[outs] if outs else (), ranks=ranks) as call:
-            ran = _all_reduce_into(tensors, op, algorithm, merge_shared_devices, streams, outs)
-            call.ran(ran)
+    if streams is None and algorithm == "nccl" and all(tensor.device.type == "cpu" for tensor in tensors):
+        raise BackendUnavailable("nccl works between GPUs, and not in host memory")
+    others = [outs] if outs else ()
+    trace = None if tracer.recording is None else CollectiveTrace("all_reduce", [tensors], others=others, ranks=ranks)
+    with trace or NULL_CONTEXT:
+        if streams is None:
+            torch_backend.all_reduce(tensors, op, outs)
+            ran = torch_backend.ALGORITHM
+        else:
+            first, pointers = tensors[0], [tensor.data_ptr() for tensor in tensors]
+            targets = [out.data_ptr() for out in outs] if outs else []
+            dtype, count = CORE_DTYPES[first.dtype], core_count(first)
+            call = AllReduce(pointers, streams, count, dtype, first.nbytes, op, merge_shared_devices, targets)
+            ran = call.run(algorithm)
+        if trace is not None:
+            trace.ran(ran)
     note_written(outs or tensors)
     return ran
-
-
-def _all_reduce_into(
-    tensors: Tensors, op: str, algorithm: str, merge_shared_devices: bool, streams: list[Stream] | None, outs: Tensors
-) -> str:
-    if streams is not None:
-        first = tensors[0]
-        pointers = [each.data_ptr() for each in tensors]
-        targets = [each.data_ptr() for each in outs] if outs else []
-        dtype, count = CORE_DTYPES[first.dtype], core_count(first)
-        return AllReduce(pointers, streams, count, dtype, first.nbytes, op, merge_shared_devices, targets).run(
-            algorithm
-        )
-    if algorithm == "nccl" and all(tensor.device.type == "cpu" for tensor in tensors):
-        raise BackendUnavailable("nccl works between GPUs, and not in host memory")
-    torch_backend.all_reduce(tensors, op, outs)
-    return torch_backend.ALGORITHM
 
 
 def all_gather_into(parts: Tensors, wholes: Tensors) -> None:
     """Fill each rank's whole with the parts of all ranks, one after the other along dimension 0."""
     streams = layout.streams_joined([*parts, *wholes])
-    if tracer.recording is None:
-        _all_gather_into(parts, wholes, streams)
-    else:
-        with CollectiveTrace("all_gather", [parts], others=[wholes]) as call:
-            call.ran(_all_gather_into(parts, wholes, streams))
-
-
-def _all_gather_into(parts: Tensors, wholes: Tensors, streams: list[Stream] | None) -> str:
-    if streams is None:
-        torch_backend.all_gather(parts, wholes)
-        return torch_backend.ALGORITHM
-    _core.all_gather(
-        [part.data_ptr() for part in parts],
-        [part.nbytes for part in parts],
-        [whole.data_ptr() for whole in wholes],
-        streams[: len(parts)],
-    )
-    return "direct"
+    trace = None if tracer.recording is None else CollectiveTrace("all_gather", [parts], others=[wholes])
+    with trace or NULL_CONTEXT:
+        if streams is None:
+            torch_backend.all_gather(parts, wholes)
+        else:
+            _core.all_gather(
+                [part.data_ptr() for part in parts],
+                [part.nbytes for part in parts],
+                [whole.data_ptr() for whole in wholes],
+                streams[: len(parts)],
+            )
+        if trace is not None:
+            trace.ran("direct" if streams else torch_backend.ALGORITHM)
 
 
 def reduce_scatter_into(tensors: Tensors, outs: Tensors, op: str, ranks: Sequence[int] | None = None) -> None:
     """Fill rank r's out with chunk r, along dimension 0, of the reduction; ``ranks`` as for an all-reduce."""
     streams = layout.streams_joined([*tensors, *outs]) if outs[0].dtype in CORE_DTYPES else None
-    if tracer.recording is None:
-        _reduce_scatter_into(tensors, outs, op, streams)
-    else:
-        with CollectiveTrace("reduce_scatter", [outs], others=[tensors], ranks=ranks) as call:
-            call.ran(_reduce_scatter_into(tensors, outs, op, streams))
-
-
-def _reduce_scatter_into(tensors: Tensors, outs: Tensors, op: str, streams: list[Stream] | None) -> str:
-    if streams is None:
-        torch_backend.reduce_scatter(tensors, outs, op)
-        return torch_backend.ALGORITHM
-    _core.reduce_scatter(
-        [tensor.data_ptr() for tensor in tensors],
-        [out.data_ptr() for out in outs],
-        core_count(outs[0]),
-        CORE_DTYPES[outs[0].dtype],
-        op,
-        streams[: len(outs)],
-    )
-    return "direct"
+    recording = tracer.recording
+    trace = None if recording is None else CollectiveTrace("reduce_scatter", [outs], others=[tensors], ranks=ranks)
+    with trace or NULL_CONTEXT:
+        if streams is None:
+            torch_backend.reduce_scatter(tensors, outs, op)
+        else:
+            _core.reduce_scatter(
+                [tensor.data_ptr() for tensor in tensors],
+                [out.data_ptr() for out in outs],
+                core_count(outs[0]),
+                CORE_DTYPES[outs[0].dtype],
+                op,
+                streams[: len(outs)],
+            )
+        if trace is not None:
+            trace.ran("direct" if streams else torch_backend.ALGORITHM)

@@ -23,7 +23,6 @@ from mgpu_core.ranks.compiled import outside_the_compiler
 from mgpu_core.ranks.draws import Draws
 from mgpu_core.ranks.modes import check_modes
 from mgpu_core.ranks.random import check_rng
-from mgpu_core.ranks.team import Team
 from mgpu_core.support.null_context import NULL_CONTEXT
 from mgpu_core.trace.tracer import span
 from mgpu_core.trees.module_tree import ModuleTree
@@ -149,8 +148,7 @@ class Pipeline(Module):
 
     def cut(self, objects: dict[str, Any]) -> tuple[list[list[Any]], list[int]]:
         """Return per micro-batch its part of each object, on the first device, and its rows."""
-        first = self.device_ids[0]
-        return scatter_objects(objects, Team.of([first] * self.chunks), self.dim)
+        return scatter_objects(objects, self.device_ids[:1] * self.chunks, self.dim)
 
     def begin(
         self,

@@ -10,7 +10,6 @@ import torch
 from mgpu_core.pipeline.module import Pipeline
 from mgpu_core.pipeline.pipeline_run import PipelineRun
 from mgpu_core.ranks.rank_clock import RankClock
-from mgpu_core.ranks.team import Team
 from mgpu_core.step.forward_backward import (
     ForwardBackward,
     RankPart,
@@ -34,10 +33,10 @@ class PipelinePasses(ForwardBackward):
         self._pipeline = pipeline
         self._pipeline_run: PipelineRun | None = None
 
-    def split(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[RankPart], list[int]]:
-        """Return the inputs of each micro-batch, and its rows."""
-        self._cut_team = Team.of(self._pipeline.device_ids[:1] * self._pipeline.chunks)
-        return super().split(inputs, kwargs)
+    @property
+    def cut_devices(self) -> Sequence[torch.device]:
+        """The first one, for each micro-batch."""
+        return self._pipeline.device_ids[:1] * self._pipeline.chunks
 
     def run_parts(
         self, parts: Sequence[RankPart], clocks: Sequence[RankClock], *, backward: bool, keep_outputs: bool

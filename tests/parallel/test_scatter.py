@@ -125,7 +125,7 @@ def test_objects_of_a_step_are_cut_into_views(ranks, shares, rows):
     x, y = torch.arange(3.0 * rows).reshape(rows, 3), torch.arange(rows)
     wanted = [part.tolist() for part in scatter(x, cpu(ranks), shares=shares)]
     for mask in ({}, {"mask": x, "flag": True}):
-        parts, counts = scatter_objects(objects(x, y, mask), team, shares=shares)
+        parts, counts = scatter_objects(objects(x, y, mask), team.devices, shares=shares)
         assert counts == [len(part) for part in wanted]
         for (args, kwargs, target), part in zip(parts, wanted, strict=True):
             assert type(args) is tuple
@@ -139,7 +139,7 @@ def test_objects_of_a_step_are_cut_into_views(ranks, shares, rows):
 
 def test_what_a_graph_goes_through_is_no_view():
     team, x = Team.of(cpu(2)), torch.ones(4, 2, requires_grad=True)
-    parts, _ = scatter_objects(objects(x, torch.ones(4), {}), team)
+    parts, _ = scatter_objects(objects(x, torch.ones(4), {}), team.devices)
     assert parts[0][0][0].untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
     assert parts[0][0][0].grad_fn is not None
 
@@ -148,11 +148,11 @@ def test_what_a_graph_goes_through_is_no_view():
 def test_objects_of_a_step_must_agree(dim):
     team = Team.of(cpu(2))
     with pytest.raises(ValueError, match=r"inputs\[0\] has shape \(4, 2\), target has shape \(3,\)"):
-        scatter_objects(objects(torch.ones(4, 2), torch.ones(3), {}), team, dim)
+        scatter_objects(objects(torch.ones(4, 2), torch.ones(3), {}), team.devices, dim)
     with pytest.raises(IndexError, match="cannot be cut along dimension 1"):
-        scatter_objects(objects(torch.ones(4), torch.ones(4), {}), team, 1)
+        scatter_objects(objects(torch.ones(4), torch.ones(4), {}), team.devices, 1)
     with pytest.raises(ValueError, match="one number per rank: 2 ranks, 1 shares"):
-        scatter_objects(objects(torch.ones(4), torch.ones(4), {}), team, shares=[1.0])
+        scatter_objects(objects(torch.ones(4), torch.ones(4), {}), team.devices, shares=[1.0])
 
 
 @pytest.mark.several_ranks

@@ -99,7 +99,7 @@ def scatter_kwargs(
 
 
 def scatter_objects(
-    objects: dict[str, Any], team: Team, dim: int = 0, *, shares: Sequence[float] | None = None
+    objects: dict[str, Any], devices: Devices, dim: int = 0, *, shares: Sequence[float] | None = None
 ) -> tuple[list[list[Any]], list[int]]:
     """Scatter several objects, named as in errors, at the same rows.
 
@@ -108,7 +108,7 @@ def scatter_objects(
     Returns:
         Per rank its part of each object, and per rank its rows: zeros where no object has any.
     """
-    columns, counts = _scattered(objects, team.devices, dim, shares, how="view")
+    columns, counts = _scattered(objects, devices, dim, shares, how="view")
     parts = list(map(list, zip(*columns, strict=True)))
     return parts, [0] * len(parts) if counts is None else counts
 

@@ -109,6 +109,7 @@ class ForwardBackward:
         split_plan: SplitPlan,
     ) -> None:  # fmt: skip
         self._replicas, self._team, self._net, self._loss = replicas, replicas.team, net, loss
+        self._cut_devices: Sequence[torch.device] = replicas.team.devices
         self._alone = loss.module if isinstance(loss, RankModules) else loss  # the loss function of one rank
         self._reduction, self._amp_dtype, self._dim = options.reduction, options.amp_dtype, options.dim
         self.gathers = options.loss_on == "gathered"
@@ -138,11 +139,6 @@ class ForwardBackward:
         return tree.ranks_meet
 
     @property
-    def cut_devices(self) -> Sequence[torch.device]:
-        """The device of each part of a batch."""
-        return self._team.devices
-
-    @property
     def workers(self) -> Workers:
         """How the ranks of the next call run."""
         tree = self._net.tree
@@ -164,7 +160,7 @@ class ForwardBackward:
             objects["inputs"] = inputs[:-1]
             if not self.gathers:
                 objects["target"] = inputs[-1]
-        cut, rows = scatter_objects(objects, self.cut_devices, self._dim, shares=self.split_plan.shares)
+        cut, rows = scatter_objects(objects, self._cut_devices, self._dim, shares=self.split_plan.shares)
         if not rows[0] and not any(rows) and not self._may_be_empty:
             warn_user("the batch has no rows: the mean of their losses is NaN, as on one device, and nothing is learnt")
         parts: list[RankPart] = []

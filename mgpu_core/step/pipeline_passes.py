@@ -33,10 +33,10 @@ class PipelinePasses(ForwardBackward):
         self._pipeline = pipeline
         self._pipeline_run: PipelineRun | None = None
 
-    @property
-    def cut_devices(self) -> Sequence[torch.device]:
-        """The first one, for each micro-batch."""
-        return self._pipeline.device_ids[:1] * self._pipeline.chunks
+    def split(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[RankPart], list[int]]:
+        """Return the inputs of each micro-batch, and its rows."""
+        self._cut_devices = self._pipeline.device_ids[:1] * self._pipeline.chunks
+        return super().split(inputs, kwargs)
 
     def run_parts(
         self, parts: Sequence[RankPart], clocks: Sequence[RankClock], *, backward: bool, keep_outputs: bool

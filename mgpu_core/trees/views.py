@@ -205,7 +205,7 @@ class StandIns:
 
     @property
     def modules(self) -> list[Module]:
-        """Those that stand in."""
+        """Return those that stand in."""
         return [other for _, other, _ in self._made]
 
     def assigned(self) -> dict[tuple[int, str], Any]:

@@ -270,7 +270,7 @@ def test_a_hook_that_reaches_the_module_by_an_object_is_told_of(ranks):
     net, x = Bound("object").to(cpu(1)[0]), numbers(3 * ranks, 2)
     net(x)
     with pytest.warns(UserWarning, match="a hook on inner of Bound reaches the module itself"):
-        DataParallel(net, cpu(1) * ranks)(torch.cat([x, x, x]))  # what the module has kept fits the rows of a rank
+        DataParallel(net, cpu(1) * ranks)(torch.cat([x] * ranks))  # what the module has kept fits the rows of a rank
 
 
 @pytest.mark.several_ranks

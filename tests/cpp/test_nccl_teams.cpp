@@ -74,7 +74,8 @@ static void closing_does_not_wait_for_ever() {
 // different orders would wait for each other.
 static void launches_take_turns() {
   const auto devices = std::make_shared<HostDevices>();
-  NcclWorld one(devices, {0, 1, 2}, short_limits()), other(devices, {2, 1, 0}, short_limits());
+  const nccl::Limits patient = limits(60'000, 60'000, 1000);  // on a busy machine a thread may miss many turns
+  NcclWorld one(devices, {0, 1, 2}, patient), other(devices, {2, 1, 0}, patient);
   fakeNcclSetRounds(3);
   const auto launch_often = [&](NcclWorld& world) {
     Streams streams;

@@ -1,4 +1,4 @@
-"""Recordings of CUDA graphs: one at a time in the process, and when one that has failed is tried again."""
+"""Recordings of CUDA graphs: one at a time in the process; which are made and kept, and when one is tried again."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import dataclass
 from threading import Lock
-from typing import Any, TypeAlias
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 
@@ -15,14 +15,16 @@ from mgpu_core.devices.streams import CaptureStream, on
 from mgpu_core.devices.time_limits import time_limit
 from mgpu_core.errors import Error
 
-__all__ = ["GRAPH_DEVICE", "CudaRecorder", "FailedRecordings", "Recording"]
+__all__ = ["GRAPH_DEVICE", "CudaRecorder", "Recording", "Recordings"]
 
 GRAPH_DEVICE = "cuda"
 
+FIRST = "it is one of the first of its kind"
 SEEN = 64  # kinds of batches that are being counted
 ATTEMPTS = 3  # at recording a kind: what made one fail may be over
 RETRY_AFTER = 16  # calls of a kind between two attempts
 
+T = TypeVar("T")
 _Work: TypeAlias = Callable[[], list[torch.Tensor]]
 _NEW_LINE = "\n"
 _CAPTURE_HINT = (
@@ -38,35 +40,87 @@ class _Failure:
     calls: int = 0  # since the last attempt
 
 
-class FailedRecordings:
-    """Kinds of calls that could not be recorded, and when each is tried again.
+class Recordings(Generic[T]):
+    """The recordings of one owner: one per kind of call, made when it may be, and kept while it is used.
 
-    A cause may be over by the next attempt: another thread that waited for the device, a loss that was kept with its
-    graph, memory that was short.  After :data:`ATTEMPTS` attempts the kind is given up.
+    One that fails is tried again: its cause may be over, such as another thread that waited for the device, a loss that
+    was kept with its graph, memory that was short.  After :data:`ATTEMPTS` attempts the kind is given up.
+
+    Args:
+        kept: how many are kept at most.
+        idle: calls for which an unused one is kept while others wait for its place.
+        warm_up: ordinary calls of a kind before it is recorded.
+
+    Attributes:
+        reason: why the last call had no recording; ``None`` if it had one.
     """
 
-    def __init__(self) -> None:
-        self._of: OrderedDict[Hashable, _Failure] = OrderedDict()
+    def __init__(self, kept: int, *, idle: int = 0, warm_up: int = 0) -> None:
+        self._kept, self._idle, self._warm_up = kept, idle, warm_up
+        self._recorded: OrderedDict[Hashable, tuple[T, int]] = OrderedDict()  # with the number of their last call
+        self._seen: OrderedDict[Hashable, int] = OrderedDict()
+        self._failed: OrderedDict[Hashable, _Failure] = OrderedDict()
+        self._calls = 0
+        self.reason: str | None = FIRST
 
-    def why_not(self, key: Hashable) -> str | None:
-        """Count a call of a kind; return why it is not to be recorded, ``None`` if it may be."""
-        failure = self._of.get(key)
-        if failure is None:
-            return None
-        failure.calls += 1
-        is_due = failure.attempts < ATTEMPTS and failure.calls > RETRY_AFTER
-        return None if is_due else failure.reason
+    def __len__(self) -> int:
+        return len(self._recorded)
 
-    def add(self, key: Hashable, error: BaseException) -> str:
+    def clear(self) -> None:
+        """Drop all recordings and their memory."""
+        self._recorded.clear()
+
+    def get(self, key: Hashable, record: Callable[[], T]) -> T | None:
+        """Return the recording of a kind of calls; ``None``: this call goes the ordinary way.
+
+        Args:
+            key: of the kind.
+            record: makes a recording.
+        """
+        self._calls += 1
+        if key in self._recorded:
+            recording, _ = self._recorded.pop(key)
+        else:
+            self.reason = self._why_not(key)
+            if self.reason is not None:
+                return None
+            try:
+                recording = record()
+            except Exception as error:
+                self.reason = self._fail(key, error)
+                return None
+        self._recorded[key] = recording, self._calls
+        self.reason = None
+        return recording
+
+    def _why_not(self, key: Hashable) -> str | None:
+        """Count a call of a kind; return why it may not be recorded now."""
+        self._seen[key] = self._seen.pop(key, 0) + 1
+        if len(self._seen) > SEEN:
+            self._seen.popitem(last=False)
+        if self._seen[key] <= self._warm_up:
+            return FIRST
+        if (failure := self._failed.get(key)) is not None:
+            failure.calls += 1
+            if failure.attempts >= ATTEMPTS or failure.calls <= RETRY_AFTER:
+                return failure.reason
+        if len(self._recorded) >= self._kept:
+            oldest, (_, last) = next(iter(self._recorded.items()))
+            if self._calls - last <= self._idle:
+                return f"{self._kept} other kinds (shapes, modes, settings) are being replayed, and no more are kept"
+            del self._recorded[oldest]
+        return None
+
+    def _fail(self, key: Hashable, error: BaseException) -> str:
         """Note that an attempt at a kind has failed; return the reason."""
         cause = error.__cause__ or error  # a rank's own, not how it was told
         first_line = str(cause).partition(_NEW_LINE)[0]
         hint = _CAPTURE_HINT if "captur" in first_line.lower() else ""
         reason = f"recording it failed ({type(cause).__name__}: {first_line}){hint}"
-        attempts = self._of[key].attempts if key in self._of else 0
-        self._of[key] = _Failure(reason, attempts + 1)
-        if len(self._of) > SEEN:
-            self._of.popitem(last=False)
+        attempts = self._failed[key].attempts if key in self._failed else 0
+        self._failed[key] = _Failure(reason, attempts + 1)
+        if len(self._failed) > SEEN:
+            self._failed.popitem(last=False)
         return reason
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn import Module
 
-from mgpu_core.devices.graphs import CudaRecorder, FailedRecordings
+from mgpu_core.devices.graphs import CudaRecorder, Recordings
 from mgpu_core.devices.transfer import module_to
 from mgpu_core.inference.calls_at_once import CallsAtOnce
 from mgpu_core.inference.requests import Request, form_of, key_of
@@ -203,8 +202,7 @@ class GraphedModule:
 
     def __init__(self, module: Callable[..., Any], device: torch.device, name: str) -> None:
         self._module, self._device, self._name = module, device, name
-        self._recorder, self._failed = CudaRecorder(), FailedRecordings()
-        self._recorded: OrderedDict[Hashable, _Recorded] = OrderedDict()
+        self._recorder, self._recordings = CudaRecorder(), Recordings[_Recorded](_KEPT)
         self._has_warned = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -214,10 +212,14 @@ class GraphedModule:
         rows = next(leaf.size(0) for leaf in leaves if isinstance(leaf, torch.Tensor))
         size = 1 << (rows - 1).bit_length()
         key = (size, form_of(tree), *map(key_of, leaves))
-        if key not in self._recorded and (self._failed.why_not(key) or not self._record(key, tree, leaves, size)):
-            return self._module(*args, **kwargs)
-        self._recorded.move_to_end(key)
-        recorded = self._recorded[key]
+        recorded = self._recordings.get(key, lambda: self._record(tree, leaves, size))
+        if recorded is None:
+            outputs = self._module(*args, **kwargs)
+            if not self._has_warned:  # and the call has not failed
+                self._has_warned = True
+                reason = self._recordings.reason
+                warn_user(f"{self._name} runs as it is, not as a CUDA graph: {reason}", RuntimeWarning)
+            return outputs
         for static, leaf in zip(recorded.leaves, leaves, strict=True):
             if isinstance(leaf, torch.Tensor):
                 static[:rows].copy_(leaf)
@@ -226,8 +228,8 @@ class GraphedModule:
 
     @torch.inference_mode(False)  # random generators would keep a state that later recordings of training cannot write
     @torch.no_grad()
-    def _record(self, key: Hashable, tree: Tree, leaves: Sequence[Any], size: int) -> bool:
-        """Record the calls of a kind; return whether that went well."""
+    def _record(self, tree: Tree, leaves: Sequence[Any], size: int) -> _Recorded:
+        """Record the calls of a kind."""
         static = [
             leaf.new_zeros((size, *leaf.shape[1:])) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
         ]
@@ -241,17 +243,10 @@ class GraphedModule:
 
         try:
             graph, _ = self._recorder.record(self._device, work)
-        except RuntimeError as error:
+        except RuntimeError:
             self._recorder.forget()
-            reason = self._failed.add(key, error)
-            if not self._has_warned:
-                self._has_warned = True
-                warn_user(f"{self._name} runs as it is, not as a CUDA graph: {reason}", RuntimeWarning)
-            return False
-        self._recorded[key] = _Recorded(graph, static, outputs[0])
-        if len(self._recorded) > _KEPT:
-            self._recorded.popitem(last=False)
-        return True
+            raise
+        return _Recorded(graph, static, outputs[0])
 
 
 def _first_rows(leaf: Any, rows: int, size: int) -> Any:

@@ -19,7 +19,7 @@ from mgpu_core.devices.graphs import GRAPH_DEVICE, CudaRecorder
 from mgpu_core.devices.time_limits import time_limit
 from mgpu_core.step.forward_backward import ForwardBackward, RankPart, seed
 from mgpu_core.step.grad_clip import GradientNorm, factor_of, overflow_of, warm_up
-from mgpu_core.step.graph_cache import CapturedStep, StaticNest, StepGraphs
+from mgpu_core.step.graph_cache import Replay, StaticNest, StepGraphs
 from mgpu_core.step.loss import RankLoss, Window
 from mgpu_core.step.options import Options
 from mgpu_core.step.rank_modules import RankModules
@@ -103,10 +103,10 @@ class CapturedSteps:
         shares = tuple(self.passes.split_plan.shares or ())
         return modes, frozen, used, buffers, memory, shares, clip_norm, autocast, self._update.loss_scale.scale
 
-    def _record(self, batch: Any, clip_norm: float | None) -> CapturedStep:
+    def _record(self, batch: Any, clip_norm: float | None) -> Replay:
         try:
             with self._buffers_kept():
-                return _Graph(self, batch, clip_norm)
+                return _Graph(self, batch, clip_norm).replay
         except BaseException:
             self.recorder.forget()
             self.reducer.cancel()

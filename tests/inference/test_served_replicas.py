@@ -295,7 +295,7 @@ class Graph:
         self.graphed = graphed
 
     def replay(self):
-        (recorded,) = [each for each in self.graphed._recorded.values() if each.graph is self]
+        (recorded,) = [each for each, _ in self.graphed._recordings._recorded.values() if each.graph is self]
         recorded.outputs["y"].copy_(self.graphed._module(*recorded.leaves)["y"])
 
 

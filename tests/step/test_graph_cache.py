@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import RMSprop
 
 from mgpu_core import Replicate, convert_sync_batchnorm
-from mgpu_core.devices.graphs import ATTEMPTS, RETRY_AFTER
+from mgpu_core.devices.graphs import ATTEMPTS, RETRY_AFTER, SEEN
 from mgpu_core.optim import SGD
 from mgpu_core.step import graph_cache as graphs
 from mgpu_core.step.cuda_graphs import CapturedSteps
@@ -31,9 +31,9 @@ def test_batches_of_too_many_kinds_are_forgotten():
 
     net = Scaled()
     step = step_of(net, SGD(net.parameters(), lr=0.001))
-    for i in range(graphs.SEEN + 10):
+    for i in range(SEEN + 10):
         step(torch.ones(4, 3), float(i), torch.ones(4, 2))
-    assert len(step.graphs._seen) == graphs.SEEN
+    assert len(step.graphs._seen) == SEEN
     for _ in range(WARM_UP + 1):
         step(torch.ones(4, 3), 1.0, torch.ones(4, 2))
     assert step.graphs.replays == 1
@@ -200,16 +200,16 @@ def test_only_so_many_graphs_are_kept():
             for rows in kinds:
                 train(rows)
     assert [str(each.message).split(" (")[0] for each in told] == [
-        f"this step is not captured: {graphs.KEPT} other kinds of steps"
+        f"this step is not captured: {graphs.KEPT} other kinds"
     ]
-    assert recorder_of(step).records == len(step.graphs._captured) == graphs.KEPT
+    assert recorder_of(step).records == len(step.graphs) == graphs.KEPT
     for _ in range(graphs.IDLE + 1):
         train(kinds[1])
     with warnings.catch_warnings(action="error"):
         train(kinds[-1])
     assert step.graphs.reason is None
     assert recorder_of(step).records == graphs.KEPT + 1
-    assert len(step.graphs._captured) == graphs.KEPT
+    assert len(step.graphs) == graphs.KEPT
 
 
 def test_a_step_that_is_dropped_takes_its_graphs_along():

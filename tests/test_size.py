@@ -8,6 +8,7 @@ import ast
 import io
 import tokenize
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,9 @@ TESTS = Path(__file__).parent
 PACKAGE = TESTS.parent / "mgpu_core"
 LIMITS = {name: each["most"] for name, each in tomllib.loads((TESTS / "size.toml").read_text()).items()}
 SLACK = 60  # lines that a commit may take out without writing the new number down
+
+VAGUE_NAMES = {"each", "found", "made", "own"}  # a tensor is called tensor, a module module
+COMPREHENSIONS = ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp
 
 NO_CODE = {
     tokenize.COMMENT,
@@ -58,6 +62,18 @@ def classes() -> Iterator[ast.ClassDef]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef):
                 yield node
+
+
+def vague_names_of(path: Path) -> int:
+    """Return how often variables have names that say nothing, outside of comprehensions on one line."""
+
+    def count(node: ast.AST, *, is_short: bool) -> int:
+        is_short |= isinstance(node, COMPREHENSIONS) and node.lineno == node.end_lineno
+        name = node.id if isinstance(node, ast.Name) else node.arg if isinstance(node, ast.arg) else ""
+        counts = [count(child, is_short=is_short) for child in ast.iter_child_nodes(node)]
+        return sum(counts) + (name in VAGUE_NAMES and not is_short)
+
+    return count(ast.parse(path.read_text()), is_short=False)
 
 
 def arguments_of(class_: ast.ClassDef) -> int:
@@ -110,3 +126,10 @@ def test_lines_of_code_only_fall(name: str, paths: list[Path]) -> None:
 )
 def test_counts_only_fall(name: str, found: int) -> None:
     assert found == LIMITS[name], f"{found} {name}: size.toml says {LIMITS[name]}"
+
+
+def test_vague_names_only_fall() -> None:
+    found: Counter[str] = Counter()
+    for path in files(PACKAGE):
+        found[path.relative_to(PACKAGE).parts[0]] += vague_names_of(path)
+    assert {folder: count for folder, count in found.items() if count} == LIMITS["vague names"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -137,8 +138,8 @@ class MultiGPUStrategy(_Strategy):  # type: ignore[misc]
         """Give the module and the optimizer memory of their own again, and end the threads."""
         if self._step is not None:
             self._step.step.close()
-        for each in self._over_ranks:
-            each.wrapper.close()
+        for ranks in self._over_ranks:
+            ranks.wrapper.close()
         self._step, self._over_ranks = None, []
         super().teardown()
 
@@ -184,15 +185,15 @@ class _Forward(Module):
         module: Any = self.module
         calls = dict(self.logged)
         self.logged.clear()
-        for name, found in calls.items():
-            device = next((each.value.device for each in found if isinstance(each.value, torch.Tensor)), None)
-            numbers = [1.0 * torch.as_tensor(each.value).detach() for each in found]
+        for name, logged in calls.items():
+            device = next((each.value.device for each in logged if isinstance(each.value, torch.Tensor)), None)
+            numbers = [1.0 * torch.as_tensor(each.value).detach() for each in logged]
             on = numbers[0].device if device is None else device
-            rows = [each.rows for each in found]
+            rows = [each.rows for each in logged]
             mean = weighted_mean(numbers, rows, on)
-            sizes = [each.options["batch_size"] for each in found if each.options.get("batch_size") is not None]
-            options = found[0].options | {"batch_size": sum(sizes) if sizes else int(sum(rows))}
-            module.log(name, mean, *found[0].args, **options)
+            sizes = [each.options["batch_size"] for each in logged if each.options.get("batch_size") is not None]
+            options = logged[0].options | {"batch_size": sum(sizes) if sizes else int(sum(rows))}
+            module.log(name, mean, *logged[0].args, **options)
 
 
 class _Logged(NamedTuple):
@@ -217,12 +218,12 @@ def _redirected(modules: Sequence[_OverRanks]) -> Iterator[None]:
     """Let the first of these modules that is called run over the ranks; what it calls there runs as it is."""
 
     def redirect() -> None:
-        for each in modules:
-            vars(each.module)["forward"] = lambda *args, each=each, **kwargs: run(each, *args, **kwargs)
+        for wrapped in modules:
+            vars(wrapped.module)["forward"] = partial(run, wrapped)
 
     def put_back() -> None:
-        for each in modules:
-            vars(each.module).pop("forward", None)
+        for wrapped in modules:
+            vars(wrapped.module).pop("forward", None)
 
     def run(called: _OverRanks, *args: Any, **kwargs: Any) -> Any:
         called.was_called = True
@@ -268,17 +269,17 @@ class _RankStep(Module):
         self.calls: dict[str, list[Any]] = {}  # of self.log by name, from all ranks
 
     def forward(
-        self, own: torch.Tensor, rows: int, calls: int, *args: Any, **kwargs: Any
+        self, tensor: torch.Tensor, rows: int, calls: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         """Return what this rank adds to both.
 
         Args:
-            own: a tensor of this rank's rows, of which a batch has ``rows``.
+            tensor: one of this rank's rows, of which a batch has ``rows``.
             calls: per update, by which the Trainer divides a loss.
             args, kwargs: of the training step.
         """
         numbers: dict[str, Any] = {}
-        part = len(own) / rows
+        part = len(tensor) / rows
 
         def log(name: str, value: Any, *args: Any, **options: Any) -> None:
             _check_logged(name, value, options, "with train_step=True")

@@ -58,4 +58,6 @@ def _graphs(batch: Any) -> tuple[list[Any], list[str]]:
 
 def _batch(values: list[Any], followed: list[str]) -> Any:
     graphs, numbers = values
-    return _data.Batch.from_data_list(graphs, follow_batch=followed).apply(lambda each: to_device(each, numbers.device))
+    return _data.Batch.from_data_list(graphs, follow_batch=followed).apply(
+        lambda tensor: to_device(tensor, numbers.device)
+    )

@@ -161,8 +161,8 @@ class _Model(DataParallel[Any]):
         self._items = [_items(args, own, self._shifts) for args, own in zip(parts, kwargs_parts, strict=True)]
         self._divisors = [count.clamp(min=1).requires_grad_(torch.is_grad_enabled()) for count in self._items]
         if self._total is not None:
-            for own, divisor in zip(kwargs_parts, self._divisors, strict=True):
-                own["num_items_in_batch"] = divisor
+            for kwargs_of_rank, divisor in zip(kwargs_parts, self._divisors, strict=True):
+                kwargs_of_rank["num_items_in_batch"] = divisor
         return parts, kwargs_parts
 
     def gather(self, outputs: Any, output_device: DeviceLike) -> Any:
@@ -171,8 +171,8 @@ class _Model(DataParallel[Any]):
             return super().gather(outputs, output_device)
         total = self._total
         if losses[0].requires_grad:
-            found = torch.autograd.grad(losses[0], self._divisors[0], retain_graph=True, allow_unused=True)
-            self._divides = found[0] is not None
+            grads = torch.autograd.grad(losses[0], self._divisors[0], retain_graph=True, allow_unused=True)
+            self._divides = grads[0] is not None
         if total is None or not self._divides:
             total = torch.stack([to_device(count, self._items[0].device) for count in self._items]).sum()
         sums = []
@@ -199,8 +199,8 @@ def _first(output: Any) -> Any:
 
 
 def _loss_of(output: Any) -> torch.Tensor | None:
-    found = _first(output)
-    return found if isinstance(found, torch.Tensor) and found.ndim == 0 else None
+    loss = _first(output)
+    return loss if isinstance(loss, torch.Tensor) and loss.ndim == 0 else None
 
 
 def _with_loss(output: Any, loss: torch.Tensor) -> Any:

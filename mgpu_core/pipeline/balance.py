@@ -240,11 +240,11 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
     """
 
     def __init__(self, known: Iterable[torch.Tensor]) -> None:
-        own = set(map(_identity, known))
+        known_memory = set(map(_identity, known))
         self._kept: dict[int, torch.UntypedStorage] = {}  # held, so that no address comes twice
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.layout is torch.strided and _identity(tensor) not in own:
+            if tensor.layout is torch.strided and _identity(tensor) not in known_memory:
                 self._kept.setdefault(_identity(tensor), tensor.untyped_storage())
             return tensor
 

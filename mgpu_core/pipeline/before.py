@@ -32,17 +32,17 @@ class Before:
     def __init__(self, root: Module, devices: Sequence[torch.device]) -> None:
         modules = list(root.modules())
         self._buffers = [
-            (each._buffers, name, buffer, buffer.clone())
-            for each in modules
-            for name, buffer in each._buffers.items()
+            (module._buffers, name, buffer, buffer.clone())
+            for module in modules
+            for name, buffer in module._buffers.items()
             if buffer is not None
         ]
         self._attributes = [(each, attributes_of(each)) for each in modules]
         self._reset: set[tuple[int, str]] = set()
         self._filled = [
-            (each, name, Contents(value))
-            for each, own in self._attributes
-            for name, value in own.items()
+            (module, name, Contents(value))
+            for module, attributes in self._attributes
+            for name, value in attributes.items()
             if is_fillable(value)
         ]
         self._hooks = [(table, dict(table)) for each in modules for table in map(vars(each).__getitem__, _HOOKS)]
@@ -63,23 +63,23 @@ class Before:
         Args:
             layers: the ids of modules that micro-batches share.
         """
-        found: dict[int, set[str]] = {}
+        kept: dict[int, set[str]] = {}
         for module, name, contents in self._filled:
             value = vars(module).get(name)
             goes_on = contents.held_tensor and not holds_tensor(value, of_graph=True)  # a running value
             is_kept = id(module) not in layers or (holds_tensor(value) and not goes_on)
             if contents.have_changed and is_kept:
-                found.setdefault(id(module), set()).add(name)
+                kept.setdefault(id(module), set()).add(name)
         around = {id(each) for each, _ in self._attributes} - set(layers)
         around |= {each for module, _, contents in self._filled if id(module) in around for each in contents.ids}
         for module in (each for each, _ in self._attributes if id(each) in layers):
             if any(leads_to(hook, around) for hook in users_hooks(module)):
-                found.setdefault(id(module), set())
+                kept.setdefault(id(module), set())
         for (owner, name), (before, value) in self.changed(layers).items():
             is_new = (owner, name) in self._reset or not holds_tensor(before)
             if holds_tensor(value, of_graph=True) or (is_new and holds_tensor(value)):
-                found.setdefault(owner, set())
-        return found
+                kept.setdefault(owner, set())
+        return kept
 
     def note_outside(self, layer: Module) -> None:
         """Note which attributes the code around a layer has set, before the first call of the layer."""

@@ -69,10 +69,10 @@ def layers_of(root: Module, names: Collection[str] = (), largest: float = inf) -
             path = prefix + name
             yield from below(child, f"{path}.") if is_opened(path, child) else [(path, child)]
 
-    found: dict[int, tuple[str, Module]] = {}
+    layers: dict[int, tuple[str, Module]] = {}
     for name, layer in below(root, ""):
-        found.setdefault(id(layer), (name, layer))
-    return list(found.values())
+        layers.setdefault(id(layer), (name, layer))
+    return list(layers.values())
 
 
 def writes_its_input(layer: Module) -> bool:

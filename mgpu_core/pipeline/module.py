@@ -181,8 +181,8 @@ class Pipeline(Module):
         )  # fmt: skip
 
     def _drop_statistics(self) -> None:
-        for each in self._deferred:
-            each.drop()
+        for statistics in self._deferred:
+            statistics.drop()
 
     def finish(self, run: PipelineRun, *, in_caller: bool = False) -> None:
         """Run it, in workers or in the calling thread; commit deferred statistics and gradients of copied parameters.
@@ -195,9 +195,9 @@ class Pipeline(Module):
         except BaseException:
             self._drop_statistics()
             raise
-        for each in self._deferred:
-            each.commit()
-        for _, crossing in sorted(run.shared.items(), key=lambda each: each[0][1]):  # by stages
+        for statistics in self._deferred:
+            statistics.commit()
+        for _, crossing in sorted(run.shared.items(), key=lambda item: item[0][1]):  # by stages
             crossing.send_back()
             if crossing.grad is not None:
                 hand_over([crossing.grad])

@@ -20,7 +20,7 @@ class _Copy(NamedTuple):
     source: weakref.ref[torch.Tensor]
     state: tuple[Any, ...]  # of the source, when it was copied
     tensor: torch.Tensor
-    made: torch.Event | None  # after the copy; ``None`` on the CPU
+    copied: torch.Event | None  # after the copy; ``None`` on the CPU
 
 
 class ParameterCopies:
@@ -42,16 +42,16 @@ class ParameterCopies:
             return _made(parameter, device)
         key, state = (id(parameter), device), (parameter._version, _memory_of(parameter), parameter.dtype)
         with self._lock:
-            found = self._copies.get(key)
-            if found is None or found.source() is not parameter or found.state != state:
+            known = self._copies.get(key)
+            if known is None or known.source() is not parameter or known.state != state:
                 copy = _made(parameter, device)
-                made = None if device.type == "cpu" else torch.accelerator.current_stream(device).record_event()
-                self._copies[key] = _Copy(weakref.ref(parameter), state, copy, made)
+                event = None if device.type == "cpu" else torch.accelerator.current_stream(device).record_event()
+                self._copies[key] = _Copy(weakref.ref(parameter), state, copy, event)
                 return copy
-        if found.made is not None:
-            torch.accelerator.current_stream(device).wait_event(found.made)
-            used_here([found.tensor])
-        return found.tensor
+        if known.copied is not None:
+            torch.accelerator.current_stream(device).wait_event(known.copied)
+            used_here([known.tensor])
+        return known.tensor
 
     def drop(self, parameter: torch.Tensor) -> None:
         """Let go of the copies of a parameter that is trained."""

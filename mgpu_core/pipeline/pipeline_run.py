@@ -168,8 +168,8 @@ class PipelineRun:
                     break
                 except _Again:
                     self._run = None
-                for each in (self.shared, self.crossed, self._views):
-                    each.clear()
+                for table in (self.shared, self.crossed, self._views):
+                    table.clear()
                 self.outputs = [None] * len(self.outputs)
                 if self.last is not None:
                     self.last.drop()
@@ -199,7 +199,7 @@ class PipelineRun:
         plans: dict[Hashable, list[Hashable]] = {}
         actions = [] if is_plain else list(self._actions)
         if learns:  # the others wait for the first forward
-            actions.sort(key=lambda each: each.kind != FORWARD or each.micro_batch != 0)
+            actions.sort(key=lambda action: action.kind != FORWARD or action.micro_batch != 0)
         for _, stage, kind, micro_batch in actions:
             plans.setdefault(self.turns[stage], []).append(_Turn(kind, stage, micro_batch))
         calls = [partial(self._lane, index, learns) for index in range(lanes)]
@@ -442,8 +442,8 @@ class MicroBatch(Visit):
     def bring_together(self, function: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Cut tensors of earlier stages off, and bring the others together."""
         if self.stage and self._run.last is not None and torch.is_grad_enabled():
-            found = [each for each in tensors_among((args, kwargs)) if each.requires_grad]
-            early = [each for each in found if self.bring(each) is not each]
+            with_grad = [each for each in tensors_among((args, kwargs)) if each.requires_grad]
+            early = [each for each in with_grad if self.bring(each) is not each]
             if early:
                 args, kwargs = map_leaves((args, kwargs), self._cut_off)
         return super().bring_together(function, args, kwargs)
@@ -460,9 +460,9 @@ class MicroBatch(Visit):
         """
         node = tensor.grad_fn
         assert node is not None
-        if (found := self._run.placement.of_last_call.get(id(tensor))) is not None and found[0]() is tensor:
+        if (kept := self._run.placement.of_last_call.get(id(tensor))) is not None and kept[0]() is tensor:
             raise RuntimeError(
-                f"a step reads {found[1]} of a module itself, which is of the call before: each micro-batch has its "
+                f"a step reads {kept[1]} of a module itself, which is of the call before: each micro-batch has its "
                 "own. Read it in the forward, and return it with the output"
             )
         stage = self._numbered(node)
@@ -478,15 +478,15 @@ class MicroBatch(Visit):
         return _LEAF if number == _OF_LEAVES else bisect_right(self._begins, number) - 1
 
     def _searched(self, node: Any) -> int:
-        found, waiting, seen = self._cut_nodes.get(node, 0), [node], {node}
+        stage, waiting, seen = self._cut_nodes.get(node, 0), [node], {node}
         while waiting:
             for before, _ in waiting.pop().next_functions:
                 if before in self._cut_nodes:
-                    found = max(found, self._cut_nodes[before])
+                    stage = max(stage, self._cut_nodes[before])
                 elif before is not None and before not in seen:
                     seen.add(before)
                     waiting.append(before)
-        return found
+        return stage
 
     def looked_through(self) -> tuple[bool, set[str]]:
         """Return whether some node is not of the stage whose backward would run it; and the names of all nodes."""

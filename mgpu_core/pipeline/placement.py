@@ -171,9 +171,9 @@ class Placement:
         self.is_active = self.is_learning = False
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"_layout", "_contents", "_inside", "_shared", "_noted", "_own", "_from_outside", "of_last_call"}
-        own |= {"copies", "in_backward", "waiting", "alone", "is_active", "is_learning"}
-        return {name: value for name, value in self.__dict__.items() if name not in own}
+        left_out = {"_layout", "_contents", "_inside", "_shared", "_noted", "_own", "_from_outside", "of_last_call"}
+        left_out |= {"copies", "in_backward", "waiting", "alone", "is_active", "is_learning"}
+        return {name: value for name, value in self.__dict__.items() if name not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -234,7 +234,9 @@ class Placement:
         self._called, self._called_again, self.is_known = called, self._called_again | again, True
         self._layout = self._found(root)
         if not may_move and any(
-            each.device != self.devices[self.stage_of(each)] for each in root.parameters() if not each.is_meta
+            parameter.device != self.devices[self.stage_of(parameter)]
+            for parameter in root.parameters()
+            if not parameter.is_meta
         ):
             self._layout, self._called, self._called_again = before
             return False
@@ -297,12 +299,12 @@ class Placement:
 
     def learn_kept(self, root: Module, before: Before) -> bool:
         """Note which modules keep something of a batch; return whether there are others than were known."""
-        found = before.kept_of_a_batch(self._shared)
+        kept = before.kept_of_a_batch(self._shared)
         around = {id(each) for each in root.modules()} - self._inside
         self._from_outside = list(before.changed(around))  # this micro-batch itself has views of them
         self._of_hooks = before.changed_of_hooks()
-        is_new = any(owner not in self._own or names - self._own[owner] for owner, names in found.items())
-        for owner, names in found.items():
+        is_new = any(owner not in self._own or names - self._own[owner] for owner, names in kept.items())
+        for owner, names in kept.items():
             self._own[owner] = self._own.get(owner, set()) | names
         self._find_shared()
         return is_new
@@ -323,8 +325,8 @@ class Placement:
             views: of the micro-batches.
             before: the module before the call, if it was the first of its form.
         """
-        for _, each in sorted(views.items()):
-            each.copies.merge()
+        for _, view in sorted(views.items()):
+            view.copies.merge()
         last = views[max(views)]
         noted = {key for key, value in last.assigned().items() if is_note(value)}
         if before is not None or (len(views) > 1 and not noted <= self._noted):
@@ -332,10 +334,10 @@ class Placement:
         self._noted |= noted
         last.keep_notes(self._inside)
         self.of_last_call = {
-            id(each): (weakref.ref(each), name)
+            id(tensor): (weakref.ref(tensor), name)
             for (_, name), value in last.assigned().items()
-            for each in tensors_in(value)
-            if each.grad_fn is not None
+            for tensor in tensors_in(value)
+            if tensor.grad_fn is not None
         }
 
     def _warn_of_attributes(
@@ -348,13 +350,13 @@ class Placement:
                 dict.fromkeys(f"{paths[owner]}.{name}".lstrip(".") for owner, name in keys if owner in paths)
             )
 
-        found = {index: each.assigned() for index, each in views.items()} if before is not None else {}
-        lost = [key for key, each in found.get(0, {}).items() if key[0] not in self._inside and not is_note(each)]
+        assigned = {index: each.assigned() for index, each in views.items()} if before is not None else {}
+        lost = [key for key, each in assigned.get(0, {}).items() if key[0] not in self._inside and not is_note(each)]
         counted = [
             key
-            for index, each in found.items()
-            for key in each.keys() & found[0].keys()
-            if index and is_note(each[key]) and each[key] != found[0][key]
+            for index, values in assigned.items()
+            for key in values.keys() & assigned[0].keys()
+            if index and is_note(values[key]) and values[key] != assigned[0][key]
         ]
         late = [] if before is not None else noted - self._noted
         running = before.running_values(self._shared) if before is not None else []
@@ -372,10 +374,10 @@ class Placement:
             return
         homes = self._layout.homes  # of buffers that a forward has replaced, the home is that of their name
         homes.update({id(each): self._layout.named.get(name, 0) for name, each in _named_tensors(root)})
-        for name, each in _named_tensors(root):
-            device = self.devices[self.stage_of(each)]
-            if each.device != device:
-                raise RuntimeError(f"{name} must be on {device}, where its stage runs, but is on {each.device}")
+        for name, tensor in _named_tensors(root):
+            device = self.devices[self.stage_of(tensor)]
+            if tensor.device != device:
+                raise RuntimeError(f"{name} must be on {device}, where its stage runs, but is on {tensor.device}")
 
 
 def _checked_names(root: Module, split: Split, parts: int) -> list[str]:

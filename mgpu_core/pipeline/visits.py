@@ -171,13 +171,13 @@ class Visit:
         for end in self._running.pop()[1]:
             end()
 
-    def call_layer(self, border: Border, layer: Module, own: LayerForward, args: Any, kwargs: Any) -> Any:
+    def call_layer(self, border: Border, layer: Module, stand_in: LayerForward, args: Any, kwargs: Any) -> Any:
         """Run the forward of a layer: of a view of it, where not all its tensors are here; twice, if that is asked."""
         is_repeated = self.recomputes and border.is_wrapped
-        forward, modules = own.__wrapped__, modules_of(layer) if own.is_of_view else []
+        forward, modules = stand_in.__wrapped__, modules_of(layer) if stand_in.is_of_view else []
         keep: Callable[[], None] | None = None
         if border.is_wrapped and (self.stage != border.stage or (is_repeated and border.has_foreign)):
-            here = _LayerHere(self, border, layer, own)
+            here = _LayerHere(self, border, layer, stand_in)
             forward, modules, keep = here, here.modules, here.keep
         elif border.has_foreign and self.stage == border.stage:
             view = self._with_copies(border, layer)
@@ -198,10 +198,10 @@ class Visit:
         This call alone has it: calls of other threads do not see the copies.  All else is the layer's own.
         """
         view = ModuleView(layer, border.without_foreign(layer))
-        for each in view.modules:
-            own = each._parameters.items()
-            here = {name: None if tensor is None else self.parameter_here(tensor) for name, tensor in own}
-            vars(each)["_parameters"] = here
+        for module in view.modules:
+            parameters = module._parameters.items()
+            here = {name: None if tensor is None else self.parameter_here(tensor) for name, tensor in parameters}
+            vars(module)["_parameters"] = here
         return view
 
     def go_to(self, stage: int) -> None:
@@ -221,12 +221,12 @@ class Visit:
             return tensor
         key = (id(tensor), self.device, torch.is_grad_enabled())
         version = -1 if tensor.is_inference() else tensor._version
-        found = self._copies.get(key)
-        if found is None or found[0] != version:
+        known = self._copies.get(key)
+        if known is None or known[0] != version:
             copy, copied = self.started.pop(id(tensor), None) or (send(tensor, self.device), None)
-            found = self._copies[key] = version, copy, tensor
+            known = self._copies[key] = version, copy, tensor
             hand_over([copy], copied)
-        return found[1]
+        return known[1]
 
     def start(self, stage: int, nest: Any) -> None:
         """Start the copies of a nest's tensors to the next stage, in the turn of this one.
@@ -273,10 +273,10 @@ class Visit:
         copies: list[tuple[torch.Tensor, torch.Tensor, int]] = []  # of arguments, with their versions before the layer
 
         def brought(leaf: Any) -> Any:
-            made = self._brought(leaf)
-            if made is not leaf and isinstance(leaf, torch.Tensor) and not made.is_inference():
-                copies.append((leaf, made, made._version))
-            return made
+            copied = self._brought(leaf)
+            if copied is not leaf and isinstance(leaf, torch.Tensor) and not copied.is_inference():
+                copies.append((leaf, copied, copied._version))
+            return copied
 
         try:
             args = tuple([brought(e) if type(e) is torch.Tensor else map_in_place(e, brought, undo) for e in args])
@@ -306,14 +306,15 @@ class Visit:
 
     def bring_together(self, function: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return the arguments of an operation between layers: on one device, if they are on several."""
-        found = tensors_among((args, kwargs))
-        for each in found if self._around else ():
-            if id(each) in self._around:
-                self.used_in.setdefault(self._around[id(each)], next(reversed(self.called), ""))
-        places = {each.device for each in found if each.ndim or not each.is_cpu}  # torch itself takes scalars anywhere
+        tensors = tensors_among((args, kwargs))
+        for tensor in tensors if self._around else ():
+            if id(tensor) in self._around:
+                self.used_in.setdefault(self._around[id(tensor)], next(reversed(self.called), ""))
+        # Torch itself takes scalars anywhere.
+        places = {each.device for each in tensors if each.ndim or not each.is_cpu}
         if len(places) < 2:
             return args, kwargs
-        device = found[0].device if is_in_place(function, kwargs) else self.device
+        device = tensors[0].device if is_in_place(function, kwargs) else self.device
         return self.bring_to(device, (args, kwargs))  # type: ignore[no-any-return]
 
     def bring_parameter(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -411,7 +412,7 @@ class Border:
         foreign = {id(each) for each in parameters_of(layer) if places.stage_of(each) != stage}
         self.has_foreign = bool(foreign)
         self._without_foreign = [  # the indices of modules
-            index for index, each in enumerate(modules) if foreign.isdisjoint(map(id, parameters_of(each)))
+            index for index, module in enumerate(modules) if foreign.isdisjoint(map(id, parameters_of(module)))
         ]
         self._forward = LayerForward(layer, self) if is_wrapped or self.has_foreign else None
         self._handles = [
@@ -466,8 +467,8 @@ class Border:
 
 def remove_borders(root: Module) -> None:
     """Take the hooks off all layers of a module, also those of an earlier placement."""
-    for each in root.modules():
-        for hook in list(each._forward_pre_hooks.values()):
+    for module in root.modules():
+        for hook in list(module._forward_pre_hooks.values()):
             if isinstance(border := getattr(hook, "__self__", None), Border):
                 border.remove()
 
@@ -501,7 +502,7 @@ class _LayerHere:
         modules: of the replica.
     """
 
-    def __init__(self, visit: Visit, border: Border, layer: Module, own: LayerForward) -> None:
+    def __init__(self, visit: Visit, border: Border, layer: Module, stand_in: LayerForward) -> None:
         tree = ModuleTree(layer)
         parameters = [visit.parameter_here(each) for each in tree.parameters]
         with torch.no_grad():
@@ -510,23 +511,23 @@ class _LayerHere:
         as_parameters(tree.parameters, [parameters])
         self._originals = [node.module for node in tree.nodes]
         self._visit, self._device, self._home = visit, visit.device, visit.places.devices[border.stage]
-        self._is_shared = visit.stage != border.stage and not own.is_of_view
+        self._is_shared = visit.stage != border.stage and not stand_in.is_of_view
         self._sent = [(copy, copy._version) for own, copy in zip(tree.buffers, buffers, strict=True) if copy is not own]
         self._stand_ins: StandIns | None = None
         root = self.modules[0]
         if type(root) is type(layer):
             vars(root).pop("forward", None)
             of_originals = dict(zip(map(id, self._originals), self.modules, strict=True))
-            self._forward = own.of(root, of_originals).__wrapped__
+            self._forward = stand_in.of(root, of_originals).__wrapped__
         else:  # of a compiled layer, whose replica is of the module in it
             self._forward = root.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward; tensors in attributes are brought here, too, in containers that the replica alone has."""
         copies, undo = FilledCopies(), Undo()
-        for each in self.modules:
-            for name, value in attributes_of(each).items():
-                vars(each)[name] = self._visit.bring_in_place(self._device, copies.copied(value), undo)
+        for module in self.modules:
+            for name, value in attributes_of(module).items():
+                vars(module)[name] = self._visit.bring_in_place(self._device, copies.copied(value), undo)
         if self._stand_ins is None:
             self._copies = copies
             self._stand_ins = StandIns(zip(self._originals, self.modules, strict=True))
@@ -571,12 +572,12 @@ def _repeated(forward: Callable[..., Any], args: Any, kwargs: Any, modules: Sequ
         args, kwargs = FilledCopies().copied(given)
         now = [dict(own) for own, _ in attributes]
         try:
-            for own, before in attributes:
-                own.update(before)
+            for table, before in attributes:
+                table.update(before)
             return forward(*args, **kwargs)
         finally:
-            for (own, _), after in zip(attributes, now, strict=True):
-                own.update(after)
+            for (table, _), after in zip(attributes, now, strict=True):
+                table.update(after)
 
     return run
 
@@ -612,10 +613,10 @@ def is_in_place(function: Any, kwargs: Any) -> bool:
 
 def tensors_among(values: Any) -> list[torch.Tensor]:
     """Return the tensors in the arguments of an operation, which takes lists and tuples at most."""
-    found: list[torch.Tensor] = []
-    for each in values.values() if isinstance(values, dict) else values:
-        if isinstance(each, torch.Tensor):
-            found.append(each)
-        elif isinstance(each, tuple | list | dict):
-            found += tensors_among(each)
-    return found
+    tensors: list[torch.Tensor] = []
+    for value in values.values() if isinstance(values, dict) else values:
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+        elif isinstance(value, tuple | list | dict):
+            tensors += tensors_among(value)
+    return tensors

@@ -21,7 +21,6 @@ if accelerator.by_the_cuda_backend():
     cuda.replace_core()  # before anything imports mgpu_core
 
 from fakes import nets
-from fakes.accelerator.cpu_only import CPU_ONLY
 
 _OWN = "accelerator"  # the folder of the tests that are only for the fake
 
@@ -94,5 +93,5 @@ def pytest_collection_modifyitems(items):
     if not accelerator.is_wanted():
         return
     for item in items:
-        if item.path.parent.name != _OWN and item.originalname in CPU_ONLY:
-            item.add_marker(pytest.mark.skip(reason=CPU_ONLY[item.originalname]))
+        if marker := item.get_closest_marker("cpu_only"):
+            item.add_marker(pytest.mark.skip(reason=marker.args[0]))

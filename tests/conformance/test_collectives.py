@@ -127,6 +127,7 @@ def test_rank_order(algorithm):
     assert parts[1].item() == 0.0  # (1e8 + 1) - 1e8 in float32
 
 
+@pytest.mark.cpu_only("says cpu, or the core's algorithms, in what it expects; tests/accelerator has its like")
 def test_ring_order():
     # Chunk c is added in the order c, c + 1, c + 2: only chunk 1 begins with rank 1.
     parts = [torch.full((3,), value) for value in (1e8, 1.0, -1e8)]
@@ -252,6 +253,7 @@ def test_reduce_scatter(backend, ranks, op):
     assert all(torch.equal(out, chunk) for out, chunk in zip(outs, wanted, strict=True))
 
 
+@pytest.mark.cpu_only("says cpu, or the core's algorithms, in what it expects; tests/accelerator has its like")
 def test_counters_say_what_ran():
     _core.reset_counters()
     comm.all_reduce([torch.zeros(8) for _ in range(3)], algorithm="ring")

@@ -150,6 +150,7 @@ def test_a_rank_keeps_its_thread(ranks):
     assert [note["thread"] for note in spy.by_rank()] == first
 
 
+@pytest.mark.cpu_only("says cpu, or the core's algorithms, in what it expects; tests/accelerator has its like")
 @pytest.mark.parametrize("functional", [False, True])
 @pytest.mark.parametrize("rows", [1, 7, 16])
 def test_exact_bytes_of_every_step(ranks, rows, functional):

@@ -27,6 +27,7 @@ def test_autograd_grad_reaches_the_wrapped_parameters_and_the_input(ranks):
     assert all(p.grad is None for p in net.parameters())
 
 
+@pytest.mark.cpu_only("gives a replica, or adds up, tensors of several ranks without moving them")
 def test_double_backward(ranks):
     net, x = Polynomial(), numbers(8, 3).requires_grad_()
 
@@ -67,6 +68,7 @@ def test_double_backward_where_ranks_use_other_parameters(ranks):
         assert torch.equal(one, other)
 
 
+@pytest.mark.cpu_only("torch's own operators crash on tensors without memory that are on a device of this kind")
 def test_gradients_that_are_zero_everywhere(ranks):
     """Torch has tensors without memory for them: from the sign of a parameter, and the curvature of an L1 loss."""
     net, x = Polynomial(), numbers(8, 3).requires_grad_()

@@ -13,6 +13,7 @@ from torch import nn
 from mgpu_core import DataParallel, _core, data_parallel
 
 
+@pytest.mark.cpu_only("says cpu, or the core's algorithms, in what it expects; tests/accelerator has its like")
 @pytest.mark.parametrize("grad", [True, False])
 def test_one_device_runs_the_module_itself_in_this_thread(grad):
     spy = Spy()

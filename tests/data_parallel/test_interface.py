@@ -59,6 +59,7 @@ def test_is_a_torch_data_parallel_that_never_ran_its_constructor(monkeypatch):
     assert wrapper(torch.ones(4, 4)).shape == (4, 3)
 
 
+@pytest.mark.cpu_only("says cpu, or the core's algorithms, in what it expects; tests/accelerator has its like")
 def test_attributes_are_torchs():
     net = mlp()
     wrapper = DataParallel(net, cpu(3), dim=1)
@@ -86,6 +87,7 @@ def test_devices_that_do_not_exist(devices):
         DataParallel(mlp(), devices)
 
 
+@pytest.mark.cpu_only("says cpu, or the core's algorithms, in what it expects; tests/accelerator has its like")
 def test_minus_one_is_the_cpu_with_torchs_warning():
     with pytest.warns(FutureWarning, match="Using -1 to represent CPU tensor is deprecated"):
         wrapper = DataParallel(mlp(), [-1, -1])
@@ -123,6 +125,7 @@ class Overridden(DataParallel):
         return outputs
 
 
+@pytest.mark.cpu_only("gives a replica, or adds up, tensors of several ranks without moving them")
 def test_overridden_methods_are_used():
     spy = Spy()
     wrapper = Overridden(spy, cpu(3))

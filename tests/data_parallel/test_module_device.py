@@ -12,6 +12,7 @@ from torch import nn
 from mgpu_core import DataParallel, Replicate, _core, data_parallel
 
 
+@pytest.mark.cpu_only("says cpu, or the core's algorithms, in what it expects; tests/accelerator has its like")
 @pytest.mark.several_ranks
 @pytest.mark.parametrize("what", ["parameter", "buffer"])
 @pytest.mark.parametrize("functional", [False, True])
@@ -38,6 +39,7 @@ class Moved(nn.Linear):
         return super().to(*args, **kwargs)
 
 
+@pytest.mark.cpu_only("says cpu, or the core's algorithms, in what it expects; tests/accelerator has its like")
 def test_the_constructor_moves_the_module_for_one_device_only():
     one, two = Moved(2, 2), Moved(2, 2)
     DataParallel(one, cpu(1))

@@ -123,6 +123,7 @@ def test_bound_methods_in_attributes_run_on_the_twins_weights(ranks):
     assert torch.equal(out, wanted(x))
 
 
+@pytest.mark.cpu_only("a frozen script has its weights as constants, on one device")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.several_ranks
 def test_frozen_scripts(ranks):

@@ -42,6 +42,7 @@ def test_grad_mode_inference_mode_and_contextvars_reach_the_ranks(ranks):
         variable.reset(token)
 
 
+@pytest.mark.cpu_only("says cpu, or the core's algorithms, in what it expects; tests/accelerator has its like")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_reaches_the_ranks(ranks, dtype):
     net = whole(nn.Linear(3, 2))
@@ -57,6 +58,7 @@ def test_autocast_reaches_the_ranks(ranks, dtype):
     assert wrapper(x).dtype is torch.float32
 
 
+@pytest.mark.cpu_only("says cpu, or the core's algorithms, in what it expects; tests/accelerator has its like")
 @pytest.mark.several_ranks
 def test_failure_in_a_replica_has_type_text_cause_and_notes(ranks):
     def fail(self, x):
@@ -109,6 +111,7 @@ def test_one_devices_failure_is_not_dressed_up(ranks):
     assert ("Caught KeyError in replica 0" in str(caught.value)) == (ranks > 1)
 
 
+@pytest.mark.cpu_only("a wrapper in a wrapper names the first device of the outer one, whose other ranks are elsewhere")
 @pytest.mark.parametrize("inner", [1, 2, 3])
 @pytest.mark.parametrize("outer", [1, 2, 3])
 def test_data_parallel_inside_data_parallel(outer, inner):

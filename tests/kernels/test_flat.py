@@ -109,6 +109,9 @@ def test_l2_norm_has_the_same_bits_in_every_run():
     assert len({kernels.l2_norm(tensors).item() for _ in range(5)}) == 1
 
 
+@pytest.mark.cpu_only(
+    "says cpu in what it expects, mixes in arrays of numpy, or wants what a device cannot know in time"
+)
 def test_arrays_of_other_libraries():
     array = np.arange(6, dtype=np.float32)
     assert kernels.pack([array, torch.ones(2)]).tolist() == [0, 1, 2, 3, 4, 5, 1, 1]
@@ -129,6 +132,9 @@ def test_writing_tells_autograd():
     assert outs[0]._version > versions[0]
 
 
+@pytest.mark.cpu_only(
+    "says cpu in what it expects, mixes in arrays of numpy, or wants what a device cannot know in time"
+)
 def test_refusals():
     one = torch.ones(4)
     with pytest.raises(ValueError, match="tensors is empty"):

@@ -180,6 +180,9 @@ def test_writing_tells_autograd():
     assert momentum._version > 0
 
 
+@pytest.mark.cpu_only(
+    "says cpu in what it expects, mixes in arrays of numpy, or wants what a device cannot know in time"
+)
 def test_refusals():
     parameters, gradients = torch.zeros(4), torch.ones(4)
     segments, groups = kernels.segment_table([4]), kernels.sgd_groups({"lr": 1.0})

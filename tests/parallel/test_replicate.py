@@ -131,6 +131,7 @@ def test_detached_by_name_and_position():
     assert replicate(mlp(), cpu(2))[1][0].weight.grad_fn is not None
 
 
+@pytest.mark.cpu_only("gives a replica, or adds up, tensors of several ranks without moving them")
 def test_own_way_of_copying_is_called_once_per_rank():
     Own.calls = 0
     replicas = replicate(nn.Sequential(Own(2, 2), nn.ReLU()), cpu(3))
@@ -138,12 +139,14 @@ def test_own_way_of_copying_is_called_once_per_rank():
     assert replicas[1][0](torch.ones(1, 2)).shape == (1, 2)
 
 
+@pytest.mark.cpu_only("gives a replica, or adds up, tensors of several ranks without moving them")
 def test_own_setattr_sees_the_tensors():
     for replica in replicate(Counting(2, 2), cpu(2)):
         assert replica.assigned[-2:] == ["weight", "bias"]
         assert replica(torch.ones(1, 2)).requires_grad
 
 
+@pytest.mark.cpu_only("gives a replica, or adds up, tensors of several ranks without moving them")
 def test_bound_methods_are_bound_to_the_twin():
     net = Methods()
     x = torch.tensor([[1.0, 2.0]])
@@ -222,6 +225,7 @@ def test_any_layout_is_copied_and_the_original_not_written(kind, layout):
     assert net.t._version == before
 
 
+@pytest.mark.cpu_only("gives a replica, or adds up, tensors of several ranks without moving them")
 def test_channels_last_stays():
     net = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
     for replica in replicate(net, cpu(3)):
@@ -260,6 +264,7 @@ def test_lazy_modules_are_refused_before_anything_is_copied():
     assert _core.counters() == {}
 
 
+@pytest.mark.cpu_only("gives a replica, or adds up, tensors of several ranks without moving them")
 @pytest.mark.filterwarnings("ignore")
 def test_script_module_inside_a_python_module():
     net = torch.jit.script(nn.Sequential(nn.Linear(2, 2)))
@@ -268,6 +273,7 @@ def test_script_module_inside_a_python_module():
         assert replica(torch.ones(1, 2)).shape == (1, 2)
 
 
+@pytest.mark.cpu_only("gives a replica, or adds up, tensors of several ranks without moving them")
 def test_a_twin_of_a_twin():
     net = Polynomial()
     x = torch.ones(1, 3)
@@ -291,6 +297,7 @@ def test_replicas_can_be_saved_and_loaded():
                 assert torch.equal(tensors_of(other)[name], tensor)
 
 
+@pytest.mark.cpu_only("says cpu, or the core's algorithms, in what it expects; tests/accelerator has its like")
 def test_exact_bytes(ranks):
     net = Cnn()
     _core.reset_counters()

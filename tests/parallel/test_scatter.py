@@ -89,6 +89,7 @@ def test_any_dtype_and_dimension(dtype, dim):
     assert torch.equal(gather(parts, "cpu", dim), x)
 
 
+@pytest.mark.cpu_only("gives a replica, or adds up, tensors of several ranks without moving them")
 @pytest.mark.parametrize("dim", [0, 1, 2, 3])
 def test_channels_last_stays(dim):
     x = torch.arange(4.0 * 3 * 5 * 6).reshape(4, 3, 5, 6).to(memory_format=torch.channels_last)
@@ -97,6 +98,7 @@ def test_channels_last_stays(dim):
     assert torch.equal(torch.cat(parts, dim), x)
 
 
+@pytest.mark.cpu_only("gives a replica, or adds up, tensors of several ranks without moving them")
 def test_views_of_all_sorts():
     x = torch.arange(24.0).reshape(4, 6)
     for view in (
@@ -115,6 +117,7 @@ def objects(x, y, mask):
     return {"inputs": (x,), "kwargs": mask, "target": y}
 
 
+@pytest.mark.cpu_only("ranks of one device are given views")
 @pytest.mark.several_ranks
 @pytest.mark.parametrize("shares", [None, "double"])
 @pytest.mark.parametrize("rows", [1, 2, 9, 16])
@@ -137,6 +140,7 @@ def test_objects_of_a_step_are_cut_into_views(ranks, shares, rows):
                        y.untyped_storage().data_ptr()) for each in views)  # fmt: skip
 
 
+@pytest.mark.cpu_only("ranks of one device are given views")
 def test_what_a_graph_goes_through_is_no_view():
     team, x = Team.of(cpu(2)), torch.ones(4, 2, requires_grad=True)
     parts, _ = scatter_objects(objects(x, torch.ones(4), {}), team.devices)
@@ -144,6 +148,7 @@ def test_what_a_graph_goes_through_is_no_view():
     assert parts[0][0][0].grad_fn is not None
 
 
+@pytest.mark.cpu_only("ranks of one device are given views")
 @pytest.mark.parametrize("dim", [0, -1])
 def test_objects_of_a_step_must_agree(dim):
     team = Team.of(cpu(2))
@@ -172,12 +177,14 @@ def test_one_rank_passes_a_tensor_on_its_device_as_it_is():
     assert scatter([{"x": x}], cpu(1))[0][0]["x"] is x
 
 
+@pytest.mark.cpu_only("packed sequences keep their lengths on the CPU, and are made here with a default device")
 def test_one_rank_takes_what_cannot_be_cut():
     packed = pack_sequence([torch.ones(2), torch.ones(1)])
     sparse = torch.eye(2).to_sparse()
     assert scatter([packed, sparse, torch.ones(3), torch.ones(4)], cpu(1))[0][:2] == [packed, sparse]
 
 
+@pytest.mark.cpu_only("gives a replica, or adds up, tensors of several ranks without moving them")
 @pytest.mark.several_ranks
 def test_scalar_tensors_are_copied_to_every_rank(ranks):
     scale = torch.tensor(3.0, requires_grad=True)
@@ -187,6 +194,7 @@ def test_scalar_tensors_are_copied_to_every_rank(ranks):
     assert scale.grad.item() == ranks * (ranks + 1) / 2
 
 
+@pytest.mark.cpu_only("gives a replica, or adds up, tensors of several ranks without moving them")
 def test_replicate_gives_every_rank_the_whole(ranks):
     table = torch.arange(6.0, requires_grad=True)
     marked = Replicate({"table": table, "names": ["a"]})
@@ -216,6 +224,7 @@ def test_writing_to_the_copy_of_a_leaf_that_requires_grad_leaves_the_leaf_alone(
     assert leaf.item() == 1
 
 
+@pytest.mark.cpu_only("packed sequences keep their lengths on the CPU, and are made here with a default device")
 @pytest.mark.parametrize("enforce_sorted", [True, False])
 @pytest.mark.several_ranks
 def test_replicate_of_a_packed_sequence(ranks, enforce_sorted):
@@ -263,6 +272,7 @@ def test_what_cannot_be_copied_names_its_path(kind):
     assert caught.value.__notes__ == ["while scattering kwargs['x'][1] along dimension 0"]
 
 
+@pytest.mark.cpu_only("gives a replica, or adds up, tensors of several ranks without moving them")
 def test_backward_puts_the_gradient_together(ranks):
     x = torch.arange(14.0).reshape(7, 2).requires_grad_()
     parts = scatter(x, cpu(ranks))
@@ -276,6 +286,7 @@ def test_a_chunk_that_nobody_used_has_a_zero_gradient():
     assert x.grad.tolist() == [0, 0, 1, 1]
 
 
+@pytest.mark.cpu_only("gives a replica, or adds up, tensors of several ranks without moving them")
 def test_double_backward():
     x = torch.arange(1.0, 6.0, requires_grad=True)
     loss = sum((part**3).sum() for part in scatter(x, cpu(2)))
@@ -341,6 +352,7 @@ def test_dimension_that_is_not_there():
         scatter([{"x": torch.ones(4)}], cpu(2), dim=1)
 
 
+@pytest.mark.cpu_only("packed sequences keep their lengths on the CPU, and are made here with a default device")
 def test_packed_nested_and_sparse_inputs_are_refused_with_path():
     packed = pack_sequence([torch.ones(2), torch.ones(1)])
     with pytest.raises(TypeError, match=r"inputs\[1\] is a PackedSequence"):
@@ -419,6 +431,7 @@ def test_sequences_with_a_constructor_of_their_own():
     assert [part.number for part in parts] == [3, 3]
 
 
+@pytest.mark.cpu_only("gives a replica, or adds up, tensors of several ranks without moving them")
 @settings(max_examples=60, deadline=None, database=None)
 @given(st.integers(0, 40), st.lists(st.integers(1, 50), min_size=2, max_size=6))
 def test_shares_are_kept_within_a_row_and_lose_none(rows, shares):
@@ -447,6 +460,7 @@ def test_things_that_are_no_list_of_devices(devices):
         mgpu_core.scatter(torch.arange(4), devices)
 
 
+@pytest.mark.cpu_only("says cpu, or the core's algorithms, in what it expects; tests/accelerator has its like")
 def test_exact_bytes():
     _core.reset_counters()
     scatter([torch.ones(5, 2), torch.ones(5, dtype=torch.int64), torch.tensor(1.0)], cpu(2))

@@ -44,6 +44,7 @@ def test_the_loss_is_fresh_and_has_no_graph(ranks):
     assert step.module is net
 
 
+@pytest.mark.cpu_only("says cpu, or the core's algorithms, in what it expects; tests/accelerator has its like")
 @pytest.mark.several_ranks
 def test_each_rank_has_its_rows_its_thread_and_the_same_values(ranks):
     net = Spy()
@@ -114,6 +115,7 @@ def test_evaluate_changes_nothing():
     assert torch.equal(net.last.weight.grad, gradient)
 
 
+@pytest.mark.cpu_only("says cpu, or the core's algorithms, in what it expects; tests/accelerator has its like")
 def test_the_counters_know_every_byte():
     net, step = plain_step(3)
     nbytes = sum(each.nbytes for each in net.parameters())

@@ -272,8 +272,8 @@ def _tensors_in(output: Any, met: set[int]) -> Iterator[torch.Tensor]:
     for kind, opened in _NESTS.items():
         if isinstance(output, kind) and id(output) not in met:
             met.add(id(output))
-            for each in opened(output):
-                yield from _tensors_in(each, met)
+            for member in opened(output):
+                yield from _tensors_in(member, met)
 
 
 _NESTS: dict[type, Callable[[Any], Iterable[Any]]] = {

@@ -41,13 +41,13 @@ def all_reduce(
         BackendUnavailable: ``nccl`` on the CPU, or where there is none.
         NcclError: NCCL failed; a later call makes a new team of communicators.
     """
-    made = as_list(tensors, "tensors")
+    tensors = as_list(tensors, "tensors")
     with span("all_reduce"):
-        check_writable(made, rank_name)
-        check_alike(made, made[0].shape, made[0].dtype)
-        check_op(op, made[0].dtype, algorithm)
-        check_disjoint(made, rank_name)
-        dispatch.all_reduce_into(made, op, algorithm, merge_shared_devices)
+        check_writable(tensors, rank_name)
+        check_alike(tensors, tensors[0].shape, tensors[0].dtype)
+        check_op(op, tensors[0].dtype, algorithm)
+        check_disjoint(tensors, rank_name)
+        dispatch.all_reduce_into(tensors, op, algorithm, merge_shared_devices)
 
 
 def all_gather(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -65,12 +65,12 @@ def broadcast(
             return tuple(dispatch.broadcast([tensor], as_devices(devices, "devices"))[0])
         assert out is not None
         refuse_quantized(tensor, "tensor")  # what is written would have codes alone, and another scale
-        made = as_list(out, "out")
-        check_alike(made, tensor.shape, tensor.dtype)
-        check_outs([each for each in made if each is not tensor], [tensor])
-        dispatch.broadcast_into([tensor], [made])
-        note_written([each for each in made if each is not tensor])
-        return tuple(made)
+        copies = as_list(out, "out")
+        check_alike(copies, tensor.shape, tensor.dtype)
+        check_outs([each for each in copies if each is not tensor], [tensor])
+        dispatch.broadcast_into([tensor], [copies])
+        note_written([each for each in copies if each is not tensor])
+        return tuple(copies)
 
 
 def broadcast_coalesced(
@@ -81,12 +81,12 @@ def broadcast_coalesced(
     Args:
         buffer_size: bytes that travel together.
     """
-    made = ordinary_list(tensors, "tensors", sparse=True)
+    tensors = ordinary_list(tensors, "tensors", sparse=True)
     ranks = as_devices(devices, "devices")
-    copies: list[list[torch.Tensor]] = [[]] * len(made)
+    copies: list[list[torch.Tensor]] = [[]] * len(tensors)
     with span("broadcast"):
-        for bucket in bucket_positions(made, buffer_size):
-            for i, row in zip(bucket, dispatch.broadcast([made[i] for i in bucket], ranks), strict=True):
+        for bucket in bucket_positions(tensors, buffer_size):
+            for i, row in zip(bucket, dispatch.broadcast([tensors[i] for i in bucket], ranks), strict=True):
                 copies[i] = row
     return [[each[rank] for each in copies] for rank in range(len(ranks))]
 
@@ -123,8 +123,8 @@ def reduce_add_coalesced(
         raise ValueError("inputs is empty: one list of tensors per rank is wanted")
     if not parts:
         return ()
-    for each in parts:
-        check_equal_sizes(ordinary_list(each, "inputs", sparse=True))
+    for tensors in parts:
+        check_equal_sizes(ordinary_list(tensors, "inputs", sparse=True))
     device = destination_of(destination, parts[0][0].device)
     totals: dict[int, torch.Tensor] = {}
     with span("reduce"):

@@ -31,21 +31,21 @@ def as_list(tensors: Sequence[torch.Tensor], what: str) -> list[torch.Tensor]:
     """Return a list with one tensor per rank, at least one."""
     if isinstance(tensors, torch.Tensor):
         raise TypeError(f"{what} is a sequence with one tensor per rank, not a tensor")
-    made = list(tensors)
-    if not made:
+    tensors = list(tensors)
+    if not tensors:
         raise ValueError(f"{what} is empty: one tensor per rank is wanted")
-    for rank, tensor in enumerate(made):
+    for rank, tensor in enumerate(tensors):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{what}[{rank}] must be a tensor, not {type(tensor).__name__}")
-    return made
+    return tensors
 
 
 def ordinary_list(tensors: Sequence[torch.Tensor], what: str, *, sparse: bool = False) -> list[torch.Tensor]:
     """Return one tensor per rank, each of which has one block of memory, or is sparse where that is allowed."""
-    made = as_list(tensors, what)
-    for rank, tensor in enumerate(made):
+    tensors = as_list(tensors, what)
+    for rank, tensor in enumerate(tensors):
         refuse_special(tensor, f"{what}[{rank}]", sparse=sparse)
-    return made
+    return tensors
 
 
 def readable_list(tensors: Sequence[torch.Tensor], what: str) -> list[torch.Tensor]:

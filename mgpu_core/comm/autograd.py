@@ -205,9 +205,9 @@ def broadcast_buckets(
     result: list[list[torch.Tensor]] = [[torch.Tensor()] * len(tensors) for _ in ranks]
     for position, positions in enumerate(gradient_buckets(tensors)):
         bucket = position if numbered else NO_BUCKET
-        own = [tensors[i] for i in positions]
+        originals = [tensors[i] for i in positions]
         with NULL_CONTEXT if tracer.sink is None else span("broadcast", ALL_RANKS, None, bucket):
-            copies: tuple[torch.Tensor, ...] = _Broadcast.apply(devices, bucket, *own)
+            copies: tuple[torch.Tensor, ...] = _Broadcast.apply(devices, bucket, *originals)
         _raise_priority(copies, _FIRST - position)
         if tracer.recording is not None and numbered:
             for rank in ranks:

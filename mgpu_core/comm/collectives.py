@@ -29,9 +29,9 @@ def all_reduce(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     Raises:
         TypeError, ValueError: tensors that differ in shape or dtype, or cannot be added.
     """
-    made = ordinary_list(tensors, "tensors")
-    check_equal_sizes(made)
-    return list(_AllReduce.apply(*made))
+    tensors = ordinary_list(tensors, "tensors")
+    check_equal_sizes(tensors)
+    return list(_AllReduce.apply(*tensors))
 
 
 def all_gather(tensors: Sequence[torch.Tensor], dim: int = 0) -> list[torch.Tensor]:
@@ -61,23 +61,23 @@ def reduce_scatter(
     Raises:
         IndexError, TypeError, ValueError: tensors that differ, a ``dim`` that is not there, counts that do not add up.
     """
-    made = ordinary_list(tensors, "tensors")
-    check_equal_sizes(made)
-    dim = in_range(dim, made[0].dim())
-    length, ranks = made[0].shape[dim], len(made)
+    tensors = ordinary_list(tensors, "tensors")
+    check_equal_sizes(tensors)
+    dim = in_range(dim, tensors[0].dim())
+    length, ranks = tensors[0].shape[dim], len(tensors)
     if counts is None:
         counts = [length // ranks + (rank < length % ranks) for rank in range(ranks)]
     if len(counts) != ranks or sum(counts) != length or min(counts) < 0:
         raise ValueError(f"counts must be {ranks} sizes that add up to {length}, not {list(counts)}")
-    return list(_ReduceScatter.apply(dim, list(counts), *made))
+    return list(_ReduceScatter.apply(dim, list(counts), *tensors))
 
 
 def joint_sum(token: torch.Tensor | None, tensors: Sequence[torch.Tensor]) -> Sequence[Any]:
     """Return a token, and to every rank the sum of tensors of one shape and dtype; see :class:`_InTurn`."""
     if not torch.is_grad_enabled():
         return None, *_sums(tensors)
-    made: Sequence[Any] = _InTurn.apply(None, token, *tensors)
-    return made
+    outputs: Sequence[Any] = _InTurn.apply(None, token, *tensors)
+    return outputs
 
 
 def joint_columns(token: torch.Tensor | None, tensors: Sequence[torch.Tensor]) -> Sequence[Any]:
@@ -85,8 +85,8 @@ def joint_columns(token: torch.Tensor | None, tensors: Sequence[torch.Tensor]) -
     dim = tensors[0].ndim - 1
     if not torch.is_grad_enabled():
         return None, *_wholes(dim, tensors)
-    made: Sequence[Any] = _InTurn.apply(dim, token, *tensors)
-    return made
+    outputs: Sequence[Any] = _InTurn.apply(dim, token, *tensors)
+    return outputs
 
 
 def _sums(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -176,8 +176,8 @@ class _InTurn(torch.autograd.Function):
             return None, None, *[None] * len(grads)
         with in_step(ctx.whole_step), span("meet"), resumed_on_all(ctx.devices, ctx.streams):
             whole = [
-                torch.zeros_like(like, device=device) if each is None else each
-                for each, device in zip(grads, ctx.devices, strict=True)
+                torch.zeros_like(like, device=device) if grad is None else grad
+                for grad, device in zip(grads, ctx.devices, strict=True)
             ]
             if ctx.dim is None:
                 return None, None, *_AllReduce.apply(*whole)

@@ -159,8 +159,8 @@ def _streams_of_plain(sources: Tensors, devices: Devices) -> Ends | None:
     if not sources or not are_blocks(sources):
         return None
     device = sources[0].device
-    for each in sources:
-        if each.device != device or not each.nbytes:
+    for source in sources:
+        if source.device != device or not source.nbytes:
             return None
     return layout.streams_of_root(device, devices)
 
@@ -184,17 +184,17 @@ def _broadcast_any(sources: Tensors, copies: Sequence[Tensors]) -> bool:
     """Fill the copies, whatever they are; return whether the core has filled some."""
     ours: list[_Pair] = []
     others: list[_Pair] = []
-    for i, (given, made) in enumerate(zip(sources, copies, strict=True)):
+    for i, (given, targets) in enumerate(zip(sources, copies, strict=True)):
         if given.layout is not torch.strided:  # a sparse buffer: torch copies what it is made of
-            torch_backend.broadcast(given, made)
+            torch_backend.broadcast(given, targets)
             continue
         source = readable(given, f"tensor {i}")
-        pair = source, [source if each is given else each for each in made]
+        pair = source, [source if each is given else each for each in targets]
         if not layout.one_layout([source, *pair[1]]):
             others.append(pair)
         elif source.numel():
             ours.append(pair)
-    devices = [[each.device for each in (source, *made)] for source, made in ours]
+    devices = [[each.device for each in (source, *targets)] for source, targets in ours]
     streams = layout.streams_of_root(devices[0][0], devices[0][1:]) if ours else None
     if streams is None or any(each != devices[0] for each in devices):
         _broadcast_elsewhere(others + ours)
@@ -209,8 +209,8 @@ def _broadcast_in_core(pairs: Sequence[tuple[torch.Tensor, Tensors]], streams: E
     _core.broadcast(
         begins,
         [
-            [begin if each is source else each.data_ptr() for each in made]
-            for begin, (source, made) in zip(begins, pairs, strict=True)
+            [begin if each is source else each.data_ptr() for each in targets]
+            for begin, (source, targets) in zip(begins, pairs, strict=True)
         ],
         [source.nbytes for source, _ in pairs],
         *streams,
@@ -277,10 +277,10 @@ def _reduced(resolved: Sequence[Parts], op: str, device: torch.device) -> tuple[
     totals: list[torch.Tensor] = []
     others: list[int] = []
     batches: dict[torch.dtype, list[int]] = {}
-    for i, each in enumerate(resolved):
-        first = _first(each)
+    for i, parts in enumerate(resolved):
+        first = _first(parts)
         check_op(op, first.dtype)
-        if first.dtype in CORE_DTYPES and layout.for_sum(each, device):
+        if first.dtype in CORE_DTYPES and layout.for_sum(parts, device):
             totals.append(torch.empty_like(first, device=device))
             if first.numel():
                 batches.setdefault(first.dtype, []).append(i)
@@ -327,11 +327,11 @@ def _resolve(parts: Parts) -> Parts:
     """Return the parts readable, and all in the layout of the first that has a dense one, else contiguous."""
     if any(part is not None and part.layout is not torch.strided for part in parts):
         return parts
-    found = [None if part is None else readable(part, f"the tensor of rank {rank}") for rank, part in enumerate(parts)]
-    present = [part for part in found if part is not None]
+    parts = [None if part is None else readable(part, f"the tensor of rank {rank}") for rank, part in enumerate(parts)]
+    present = [part for part in parts if part is not None]
     if layout.one_layout(present):
-        return found
-    return [None if part is None else part.contiguous() for part in found]
+        return parts
+    return [None if part is None else part.contiguous() for part in parts]
 
 
 def all_reduce_into(

@@ -97,10 +97,10 @@ def runs_along(shape: tuple[int, ...], dim: int, order: torch.memory_format) -> 
         dims = [0, *dims[2:], 1]  # slowest to fastest: the channels are last
     position = dims.index(dim)
     outer = inner = 1
-    for each in dims[:position]:
-        outer *= shape[each]
-    for each in dims[position + 1 :]:
-        inner *= shape[each]
+    for slower in dims[:position]:
+        outer *= shape[slower]
+    for faster in dims[position + 1 :]:
+        inner *= shape[faster]
     return outer, inner
 
 
@@ -121,8 +121,8 @@ def streams_joined(tensors: Tensors) -> list[Stream] | None:
 def streams_of_root(root: torch.device, ranks: Sequence[torch.device]) -> tuple[Stream, list[Stream]] | None:
     """Return the stream of the root's device and one per rank; ``None`` unless one backend serves all of them."""
     if root.type == "cpu":
-        for each in ranks:
-            if each.type != "cpu":
+        for device in ranks:
+            if device.type != "cpu":
                 return None
         return HOST, [HOST] * len(ranks)
     streams = core_streams([root, *ranks])
@@ -142,8 +142,8 @@ _WIDEST_PITCH = 2**31 - 1  # from run to run, that a copy engine can
 def common_order(tensors: Tensors) -> torch.memory_format | None:
     """Return the order of dimensions in which all of these are dense; ``None`` if there is none."""
     order = memory_order(tensors[0])
-    for each in tensors[1:]:
-        if memory_order(each) is not order:
+    for tensor in tensors[1:]:
+        if memory_order(tensor) is not order:
             return None
     return order
 
@@ -158,9 +158,9 @@ def streams_of_cut(
     """
     devices = [part.device for part in parts]
     if whole.device.type == "cpu":
-        found = streams_of_root(whole.device, devices)
-        if found is not None or whole.is_pinned():
-            return found
+        streams = streams_of_root(whole.device, devices)
+        if streams is not None or whole.is_pinned():
+            return streams
     one, many = core_stream(whole.device), core_streams(devices)
     if one is None or many is None or devices[0].type == "cpu" or _is_narrow(whole, parts, dim, order):
         return None

@@ -31,16 +31,16 @@ def kind_of(tensors: Sequence[torch.Tensor | None], source: torch.Tensor | None 
 
 def groups(positions: Iterable[int], key: Callable[[int], K | None]) -> tuple[list[list[int]], list[int]]:
     """Return groups of two or more positions with the same key; and the positions without a key or alone."""
-    found: dict[K, list[int]] = {}
+    by_key: dict[K, list[int]] = {}
     alone = []
     for position in positions:
         name = key(position)
         if name is None:
             alone.append(position)
         else:
-            found.setdefault(name, []).append(position)
-    return [group for group in found.values() if len(group) > 1], alone + [
-        group[0] for group in found.values() if len(group) == 1
+            by_key.setdefault(name, []).append(position)
+    return [group for group in by_key.values() if len(group) > 1], alone + [
+        group[0] for group in by_key.values() if len(group) == 1
     ]
 
 

@@ -81,8 +81,8 @@ def reduce_packed(parts: Sequence[Sequence[torch.Tensor]], op: str, device: torc
     count("reduce", rows)
     totals = [torch.empty_like(each[0], device=device) for each in parts]
     unpack_into(_add_up(rows, op, device), totals)
-    for each, total in zip(parts, totals, strict=True):
-        trace_hop(True, each, [total])
+    for sources, total in zip(parts, totals, strict=True):
+        trace_hop(True, sources, [total])
     return totals
 
 
@@ -111,10 +111,10 @@ def all_reduce(tensors: Sequence[torch.Tensor], op: str, outs: Sequence[torch.Te
 @torch.no_grad()
 def broadcast(source: torch.Tensor, copies: Sequence[torch.Tensor]) -> None:
     """Fill the copies, one per rank; one that is the source itself is left alone."""
-    for rank, each in enumerate(copies):
-        if each is not source:
-            _fill(each, source)
-            _core.count("broadcast", ALGORITHM, rank, nbytes_of(each))
+    for rank, copy in enumerate(copies):
+        if copy is not source:
+            _fill(copy, source)
+            _core.count("broadcast", ALGORITHM, rank, nbytes_of(copy))
 
 
 @torch.no_grad()

@@ -59,8 +59,8 @@ _TOLD = "mgpu_core_backward"
 
 @when_tracing
 def _arrived(of_ranks: dict[int, _Backward], _gradients: object) -> None:
-    for each in of_ranks.values():
-        each.arrived()
+    for backward in of_ranks.values():
+        backward.arrived()
 
 
 @dataclass(slots=True)
@@ -87,13 +87,13 @@ class _Backward:
 @when_tracing
 def trace_ready(rank: int, bucket: int, copies: Sequence[torch.Tensor]) -> None:
     """Mark when a rank has all its gradients of a bucket, those of its copies of the parameters."""
-    own = [copy for copy in copies if copy.requires_grad]
-    if not own:
+    trainable = [copy for copy in copies if copy.requires_grad]
+    if not trainable:
         return
-    number, device = current_step(), own[0].device
+    number, device = current_step(), trainable[0].device
 
     def ready(_gradients: object) -> None:
         with in_step(number):
             mark("ready", rank, device, bucket, str(torch._C._current_graph_task_id()))
 
-    register_multi_grad_hook(own, ready)
+    register_multi_grad_hook(trainable, ready)

@@ -92,8 +92,8 @@ class CollectiveTrace:
             self._hops.append(_Record(sums, *ends, nbytes_of(part[0]), call, None, now, now))
 
     def _column(self, index: int) -> list[torch.Tensor]:
-        found = [row[index] for row in self._rows if index < len(row)]
-        return [each for each in found if each is not None]
+        column = [row[index] for row in self._rows if index < len(row)]
+        return [each for each in column if each is not None]
 
     def _nbytes(self, index: int) -> int:
         """Return the bytes that a rank moves: none if its tensor is the root's own."""
@@ -166,20 +166,20 @@ def trace_hop(sums: bool, sources: Sequence[torch.Tensor], targets: Sequence[tor
         stack[-1].add(sums, sources, targets)
 
 
-def _hops(finder: _Finder, found: Sequence[_core.OpRecord | _Record], first_call: int) -> list[Hop]:
+def _hops(finder: _Finder, records: Sequence[_core.OpRecord | _Record], first_call: int) -> list[Hop]:
     addresses = finder.addresses
     return [
         Hop(
-            each.is_sum,
-            addresses(each.sources),
-            addresses(each.targets),
-            each.nbytes,
-            first_call + each.call,
-            _stream(each.stream),
-            each.begin_ns,
-            each.end_ns,
+            record.is_sum,
+            addresses(record.sources),
+            addresses(record.targets),
+            record.nbytes,
+            first_call + record.call,
+            _stream(record.stream),
+            record.begin_ns,
+            record.end_ns,
         )
-        for each in found
+        for record in records
     ]
 
 
@@ -223,11 +223,11 @@ class _Finder:
     def addresses(self, pointers: Sequence[int]) -> tuple[Address, ...]:
         """Return the tensor that holds each pointer; one that comes twice is of two tensors, if there are two."""
         met: dict[int, int] = {}
-        found = []
+        addresses = []
         for pointer in pointers:
-            found.append(self._address(pointer, met.get(pointer, 0)))
+            addresses.append(self._address(pointer, met.get(pointer, 0)))
             met[pointer] = met.get(pointer, 0) + 1
-        return tuple(found)
+        return tuple(addresses)
 
     def _address(self, pointer: int, before: int) -> Address:
         at = bisect_right(self._begins, pointer)

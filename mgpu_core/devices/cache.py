@@ -41,10 +41,10 @@ def load(subject: str, key: dict[str, Any]) -> Any | None:
         return _remembered[subject, text]
     path = _path(subject, text)
     try:
-        found = json.loads(path.read_text()) if path is not None else {}
-        if found.get("format") != _FORMAT or _text(found["key"]) != text:
+        stored = json.loads(path.read_text()) if path is not None else {}
+        if stored.get("format") != _FORMAT or _text(stored["key"]) != text:
             return None
-        value = found["value"]
+        value = stored["value"]
     except (OSError, ValueError, AttributeError, KeyError, RecursionError):
         return None
     _remembered[subject, text] = value

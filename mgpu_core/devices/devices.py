@@ -34,8 +34,8 @@ CPU = torch.device("cpu")
 
 def accelerator_type() -> str:
     """Return the device type that a bare index means: the current accelerator's, or ``cuda``."""
-    found = torch.accelerator.current_accelerator()
-    return "cuda" if found is None else found.type
+    accelerator = torch.accelerator.current_accelerator()
+    return "cuda" if accelerator is None else accelerator.type
 
 
 def _count(kind: str) -> int:
@@ -70,13 +70,13 @@ def as_device(device: DeviceLike) -> torch.device:
         raise TypeError(f"a device is an int, a string or a torch.device, not {device!r}")
     if isinstance(device, int):
         return _from_index(device)
-    found = _from_text(device) if isinstance(device, str) else device
-    if found.type == "cpu":
+    torch_device = _from_text(device) if isinstance(device, str) else device
+    if torch_device.type == "cpu":
         return CPU
-    index = found.index
-    if index is None and _count(found.type):
-        index = int(getattr(torch, found.type).current_device())
-    return _existing(found.type, index, str(device))
+    index = torch_device.index
+    if index is None and _count(torch_device.type):
+        index = int(getattr(torch, torch_device.type).current_device())
+    return _existing(torch_device.type, index, str(device))
 
 
 def _existing(kind: str, index: int | None, asked: str) -> torch.device:

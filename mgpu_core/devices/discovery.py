@@ -100,10 +100,10 @@ def parse_visible_devices(value: str | None, physical: Sequence[PhysicalDevice] 
 
 def candidates(physical: Iterable[PhysicalDevice]) -> list[VisibleDevice]:
     """Return all that CUDA could show: whole GPUs, and in MIG mode their instances instead."""
-    found: list[VisibleDevice] = []
+    devices: list[VisibleDevice] = []
     for gpu in physical:
-        found += [VisibleDevice(gpu)] if gpu.mig is None else [VisibleDevice(gpu, instance) for instance in gpu.mig]
-    return found
+        devices += [VisibleDevice(gpu)] if gpu.mig is None else [VisibleDevice(gpu, instance) for instance in gpu.mig]
+    return devices
 
 
 def _read(value: str) -> Visibility:

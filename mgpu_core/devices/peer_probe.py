@@ -74,9 +74,9 @@ def _settle(*devices: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _compare(made: torch.Tensor, wanted: torch.Tensor, how: str) -> None:
-    _settle(made.device, wanted.device)
-    if wrong := int((made.cpu() != wanted.cpu()).sum()):
+def _compare(copied: torch.Tensor, wanted: torch.Tensor, how: str) -> None:
+    _settle(copied.device, wanted.device)
+    if wrong := int((copied.cpu() != wanted.cpu()).sum()):
         raise NoPeer(f"{wrong} of {COUNT} numbers {how}")
 
 

@@ -192,8 +192,8 @@ def _ask_child(pairs: Sequence[Pair]) -> tuple[list[PeerVerdict], str]:
     )
     lines: Queue[str] = Queue()
     errors: Queue[str] = Queue()
-    for each in ((child.stdout, lines), (child.stderr, errors)):
-        threading.Thread(target=_drain, args=each, daemon=True).start()
+    for pipe, queue in ((child.stdout, lines), (child.stderr, errors)):
+        threading.Thread(target=_drain, args=(pipe, queue), daemon=True).start()
     try:
         return _read_answers(pairs, lines, errors, child)
     finally:

@@ -12,9 +12,9 @@ __all__ = ["check_disjoint", "overlaps_itself"]
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
     """Return whether elements may share memory: some dimension does not step over all that the finer ones reach."""
-    found = torch._debug_has_internal_overlap(tensor)
-    if found != _OPEN:
-        return found == _OVERLAPS
+    overlap = torch._debug_has_internal_overlap(tensor)
+    if overlap != _OPEN:
+        return overlap == _OVERLAPS
     reach = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride <= reach:

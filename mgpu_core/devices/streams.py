@@ -180,9 +180,9 @@ class SideStreams:
         with ExitStack() as stack:
             for device, streams in self._computing.items():
                 current = self._summing[device]
-                for each in streams:
-                    if each != current:
-                        current.wait_stream(each)
+                for stream in streams:
+                    if stream != current:
+                        current.wait_stream(stream)
                 stack.enter_context(_on_accelerator(device, current))
             yield
 
@@ -209,8 +209,8 @@ def own_stream(purpose: Purpose, gpu: int) -> torch.Stream:
         purpose: ``copies`` between devices, ``sums`` of gradients during a backward, and the sums that are part of a
             recording: there is one at a time (see :mod:`mgpu_core.devices.graphs`).
     """
-    made = _own_streams.get((purpose, gpu))  # not a ``cache``, which could give two threads two streams
-    return made or _own_streams.setdefault(
+    stream = _own_streams.get((purpose, gpu))  # not a ``cache``, which could give two threads two streams
+    return stream or _own_streams.setdefault(
         (purpose, gpu), torch.Stream(torch.device(GPU_TYPE, gpu), priority=OWN_PRIORITY)
     )
 

@@ -79,9 +79,9 @@ def plain_keys(kind: str) -> frozenset[int]:
     A tensor with another set (``keys_of``) is a lazy view, has no memory of its own, is sparse, nested or quantized, or
     is inside a transform; or its class has a dispatch of its own.
     """
-    found = _plain_keys.get(kind)
-    if found is not None:
-        return found
+    keys = _plain_keys.get(kind)
+    if keys is not None:
+        return keys
     if peek_interpreter_stack() is not None:
         return frozenset()  # a transform would wrap the examples
     with _disable_current_modes(), torch.inference_mode(False):
@@ -99,11 +99,11 @@ def keys_of(tensor: torch.Tensor) -> int:
 def are_blocks(tensors: Sequence[torch.Tensor]) -> bool:
     """Return whether all of these are contiguous memory, none of it a lazy view, sparse or inside a transform."""
     kind, plain = "", frozenset[int]()
-    for each in tensors:
-        if each.device.type != kind:
-            kind = each.device.type
+    for tensor in tensors:
+        if tensor.device.type != kind:
+            kind = tensor.device.type
             plain = plain_keys(kind)
-        if _dispatch_keys(each).raw_repr() not in plain or not each.is_contiguous():
+        if _dispatch_keys(tensor).raw_repr() not in plain or not tensor.is_contiguous():
             return False
     return True
 
@@ -245,8 +245,8 @@ def are_held_elsewhere(tensors: Sequence[torch.Tensor], known: Sequence[torch.Te
     """Return of each tensor whether others than the known ones, or other processes, hold its memory."""
     counts = Counter(each.untyped_storage().data_ptr() for each in known)
     return [
-        (each.is_cpu and each.is_shared()) or holders_of(each) > counts[each.untyped_storage().data_ptr()]
-        for each in tensors
+        (tensor.is_cpu and tensor.is_shared()) or holders_of(tensor) > counts[tensor.untyped_storage().data_ptr()]
+        for tensor in tensors
     ]
 
 
@@ -274,14 +274,14 @@ class LiesLike:
             there = [each is not None for each in others]
             shapes, strides = list(compress(shapes, there)), list(compress(strides, there))
             others = list(compress(others, there))
-        found: Sequence[torch.Tensor] = others  # type: ignore[assignment]
+        tensors: Sequence[torch.Tensor] = others  # type: ignore[assignment]
         return (
             kinds <= {torch.Tensor}
-            and set(map(_kind, found)) <= {self._kind}
-            and list(map(torch.Tensor.size, found)) == shapes
-            and list(map(torch.Tensor.stride, found)) == strides
-            and True not in map(torch.Tensor.is_neg, found)
-            and not (self._is_complex and True in map(torch.Tensor.is_conj, found))
+            and set(map(_kind, tensors)) <= {self._kind}
+            and list(map(torch.Tensor.size, tensors)) == shapes
+            and list(map(torch.Tensor.stride, tensors)) == strides
+            and True not in map(torch.Tensor.is_neg, tensors)
+            and not (self._is_complex and True in map(torch.Tensor.is_conj, tensors))
         )
 
 

@@ -80,18 +80,18 @@ class FlatKernel:
         parameters = as_out(parameters, "parameters")
         given = {} if gradients is None else {"gradients": as_tensor(gradients, "gradients")}
         segments, groups = as_out(segments, "segments"), as_tensor(groups, "groups")
-        found = _as_scalars(scalars)
+        scalars = _as_scalars(scalars)
         check_floating("an optimizer", parameters.dtype)
         check_like(parameters, "parameters", (parameters.numel(),), parameters.dtype)
-        for each in given.values():
-            check_like(each, "gradients", parameters.shape, parameters.dtype)
+        for tensor in given.values():
+            check_like(tensor, "gradients", parameters.shape, parameters.dtype)
         check_like(segments, "segments", (segments.shape[0] if segments.dim() else 0, 5), torch.int64)
         check_like(groups, "groups", (groups.shape[0] if groups.dim() else 0, 6), torch.float64)
-        self._device = on_one_device(parameters=parameters, segments=segments, groups=groups, **given, **found)
+        self._device = on_one_device(parameters=parameters, segments=segments, groups=groups, **given, **scalars)
         self._is_on_host = self._device.type == "cpu"
         self._name, self._kernel = name, _KERNELS[name]
         self._flat = parameters, given.get("gradients")
-        self._tables, self._scalars = (segments, groups), tuple(found.values())
+        self._tables, self._scalars = (segments, groups), tuple(scalars.values())
         self._states = self._checked(states)
         self._written = [parameters, segments, *(each for each in self._states if each is not None)]
         self._core_flat, self._state_pointers = self._collect(), [_pointer(each) for each in self._states]
@@ -126,7 +126,7 @@ class FlatKernel:
             self._addresses = torch.empty(len(segments), dtype=torch.int64, device=self._device)  # of gradients
             self._known: list[int] = []  # what is in this table
             constants, table = self._constants.data_ptr(), self._addresses.data_ptr()
-        clip, found = (_pointer(each) for each in self._scalars)
+        clip, found_inf = (_pointer(each) for each in self._scalars)
         return _core.FlatBuffer(
             parameters=parameters.data_ptr(),
             gradients=_pointer(gradients),
@@ -138,7 +138,7 @@ class FlatKernel:
             groups=groups.data_ptr(),
             group_count=len(groups),
             clip=clip,
-            found_inf=found,
+            found_inf=found_inf,
             gradient_table=table,
         )
 
@@ -184,8 +184,8 @@ class FlatKernel:
 def _as_scalars(given: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
     """Return the scalars as tensors; raise ValueError unless each is one number of its dtype."""
     scalars: dict[str, torch.Tensor | None] = dict.fromkeys(_SCALARS)
-    for name, each in given.items():
-        scalar, dtype = None if each is None else as_tensor(each, name), _SCALARS[name]
+    for name, value in given.items():
+        scalar, dtype = None if value is None else as_tensor(value, name), _SCALARS[name]
         if scalar is not None and (scalar.numel() != 1 or scalar.dtype != dtype):
             wanted = str(dtype).removeprefix("torch.")
             raise ValueError(f"{name} must be one {wanted} number, not {tuple(scalar.shape)} {scalar.dtype}")

@@ -91,9 +91,9 @@ def _slices(segments: list[list[float]]) -> dict[tuple[int, int], list[slice]]:
     slices: dict[tuple[int, int], list[slice]] = {}
     for begin, count, group, step, active in (map(int, row) for row in segments):
         if active and count:
-            found = slices.setdefault((group, step + 1), [])
-            start = found.pop().start if found and found[-1].stop == begin else begin
-            found.append(slice(start, begin + count))
+            pieces = slices.setdefault((group, step + 1), [])
+            start = pieces.pop().start if pieces and pieces[-1].stop == begin else begin
+            pieces.append(slice(start, begin + count))
     return slices
 
 
@@ -128,9 +128,9 @@ def _step(
         lists = [[flat[position] for position in slices] for _, flat in flats]
         scaled = torch._foreach_mul([wide_gradients[position] for position in slices], factor)
         update([*settings_of[group], step], lists[0], scaled, *lists[1:])
-        for (flat, _), made in zip(flats, lists, strict=True):
+        for (flat, _), updated in zip(flats, lists, strict=True):
             if flat.dtype != wide:
-                torch._foreach_copy_([flat[position] for position in slices], made)
+                torch._foreach_copy_([flat[position] for position in slices], updated)
     segments[:, STEP] += (segments[:, ACTIVE] != 0).long()
 
 

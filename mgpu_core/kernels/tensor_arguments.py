@@ -97,9 +97,9 @@ def with_memory(
     refuse_traces()
     if not arrays:
         raise ValueError(f"{name} is empty: at least one tensor is wanted")
-    found = plain_memory(arrays) if isinstance(arrays[0], torch.Tensor) else None
-    if found and not (written and any(map(attrgetter("requires_grad"), arrays))):
-        return list(arrays), *found
+    memory = plain_memory(arrays) if isinstance(arrays[0], torch.Tensor) else None
+    if memory and not (written and any(map(attrgetter("requires_grad"), arrays))):
+        return list(arrays), *memory
     look = as_out if written else as_tensor
     tensors = [look(array, f"{name}[{position}]") for position, array in enumerate(arrays)]
     for position, tensor in enumerate(tensors):

@@ -81,8 +81,8 @@ def shard_of(bucket: Bucket, index: int, shards: int) -> Bucket:
     count = bucket.count // shards
     low, high = index * count, (index + 1) * count
     ends = [(each, max(each.begin, low), min(each.begin + each.count, high)) for each in bucket.segments]
-    found = [Segment(each.parameter, a - low, b - a, a - each.begin) for each, a, b in ends if a < b]
+    segments = [Segment(each.parameter, a - low, b - a, a - each.begin) for each, a, b in ends if a < b]
     if index == 0:  # a parameter without elements is counted by the first shard
         empty = [Segment(each.parameter, min(each.begin, count), 0) for each in bucket.segments if not each.count]
-        found = sorted([*found, *empty], key=lambda each: (each.begin, each.count))
-    return Bucket(count, tuple(found))
+        segments = sorted([*segments, *empty], key=lambda segment: (segment.begin, segment.count))
+    return Bucket(count, tuple(segments))

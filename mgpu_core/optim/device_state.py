@@ -51,8 +51,8 @@ class DeviceState:
         self._values, self.gradients = values, gradients
         self._found: dict[int, list[tuple[int, int, Segment]]] = {}
         for b, bucket in enumerate(buckets):
-            for row, each in enumerate(bucket.segments):
-                self._found.setdefault(each.parameter, []).append((b, row, each))
+            for row, segment in enumerate(bucket.segments):
+                self._found.setdefault(segment.parameter, []).append((b, row, segment))
         device = values[0].device if values else torch.device("cpu")
         self.groups = torch.zeros(groups, 6, dtype=torch.float64, device=device)
         self.segments = [self._table(bucket, device) for bucket in buckets]
@@ -88,22 +88,22 @@ class DeviceState:
         for kind, flats in self.states.items():
             if torch.is_tensor(state.get(kind)):
                 values = in_memory_order(state[kind], like)
-                for piece, each in self._pieces(i, flats):
-                    copy_into(piece, values[each.offset : each.offset + each.count])
+                for piece, segment in self._pieces(i, flats):
+                    copy_into(piece, values[segment.offset : segment.offset + segment.count])
 
     def bring(self, i: int, kind: str, whole: torch.Tensor) -> None:
         """Copy this device's part of a parameter's state into ``whole``, flat, in the order of memory."""
-        for piece, each in self._pieces(i, self.states[kind]):
-            copy_into(whole[each.offset : each.offset + each.count], piece)
+        for piece, segment in self._pieces(i, self.states[kind]):
+            copy_into(whole[segment.offset : segment.offset + segment.count], piece)
 
     def _pieces(self, i: int, flats: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, Segment]]:
-        for b, _, each in self._found.get(i, ()):
-            yield flats[b][each.begin : each.begin + each.count], each
+        for b, _, segment in self._found.get(i, ()):
+            yield flats[b][segment.begin : segment.begin + segment.count], segment
 
     def view(self, i: int, kind: str, like: torch.Tensor) -> torch.Tensor:
         """Return a parameter's whole state of a kind as a view in the shape of ``like``."""
-        ((b, _, each),) = self._found[i]
-        return shaped(self.states[kind][b], each.begin, like)
+        ((b, _, segment),) = self._found[i]
+        return shaped(self.states[kind][b], segment.begin, like)
 
     def step_view(self, i: int) -> torch.Tensor:
         """Return the parameter's count of updates: int64, 0-d, a view of the table."""
@@ -120,9 +120,9 @@ class DeviceState:
 
     def _set(self, column: int, numbers: Sequence[int]) -> None:
         for table, bucket in zip(self.segments, self._buckets, strict=True):
-            found = [numbers[each.parameter] for each in bucket.segments]
+            by_segment = [numbers[each.parameter] for each in bucket.segments]
             # The numbers are read before the call returns, and the host does not wait for the device.
-            table[:, column].copy_(torch.tensor(found, dtype=table.dtype, device="cpu"), non_blocking=True)
+            table[:, column].copy_(torch.tensor(by_segment, dtype=table.dtype, device="cpu"), non_blocking=True)
 
     def scale_by(self, factor: float | torch.Tensor) -> None:
         """Set the factor of gradients for the next launches."""

@@ -132,8 +132,8 @@ def warn_of_holders(parameters: Sequence[torch.Tensor], names: Sequence[str]) ->
         names: of these.
     """
     known = {id(each): each for each in chain(parameters, *(holder.held for holder in list(holders)))}
-    found = are_held_elsewhere(parameters, list(known.values()))
-    held = [name for name, each in zip(names, found, strict=True) if each]
+    are_held = are_held_elsewhere(parameters, list(known.values()))
+    held = [name for name, is_held in zip(names, are_held, strict=True) if is_held]
     if held:
         warn_user(
             f"the memory of {', '.join(held[:3])}{f' and {len(held) - 3} more' if held[3:] else ''} is held by others, "

@@ -65,13 +65,13 @@ class FlatState:
         self.devices = [
             DeviceState(
                 list(rule.states),
-                [shard_of(bucket, index, shards) if shards > 1 else bucket for bucket in own],
+                [shard_of(bucket, index, shards) if shards > 1 else bucket for bucket in device_buckets],
                 [part_of(each, index, shards) for each in flat.values],
                 [part_of(each, index, shards) for each in flat.gradients] if holds_gradients else [],
                 self.group_of,
                 groups,
             )
-            for index, (own, flat) in enumerate(zip(buckets, flats, strict=True))
+            for index, (device_buckets, flat) in enumerate(zip(buckets, flats, strict=True))
         ]
         self._owners = self.devices[:1] if copies and shards == 1 else self.devices  # which hold each number once
         self._used: list[bool] = []
@@ -98,9 +98,8 @@ class FlatState:
                 self.launches = [each for device in self.devices for each in device.launches(self._kernel)]
 
     def _groups_now(self) -> dict[int, int]:
-        numbers = {
-            id(each): number for number, group in enumerate(self._optimizer.param_groups) for each in group["params"]
-        }
+        groups = enumerate(self._optimizer.param_groups)
+        numbers = {id(each): number for number, group in groups for each in group["params"]}
         return {i: numbers.get(id(each), NO_GROUP) for i, each in enumerate(self._parameters)}
 
     def fill(self) -> None:
@@ -113,12 +112,12 @@ class FlatState:
             device.forget()
         for i in self._likes:
             entry = state.get(self._parameters[i]) or {}
-            found = [kind for kind in self._rule.states if torch.is_tensor(entry.get(kind))]
-            if found and self.group_of[i] != NO_GROUP:
+            present = [kind for kind in self._rule.states if torch.is_tensor(entry.get(kind))]
+            if present and self.group_of[i] != NO_GROUP:
                 steps[i] = int(entry["step"]) if self._rule.counts_steps else 1
-                self._kinds_of[i] = found
+                self._kinds_of[i] = present
         kinds = self._rule.kinds(self._optimizer.param_groups) + [
-            kind for found in self._kinds_of.values() for kind in found
+            kind for present in self._kinds_of.values() for kind in present
         ]
         for device in self.devices:
             device.allocate(kinds)
@@ -269,13 +268,13 @@ class FlatState:
 
         Entries that were taken away from the optimizer are left out.
         """
-        found: State = defaultdict(dict)
+        state: State = defaultdict(dict)
         for parameter, entry in self._optimizer.state.items():
-            found[parameter] = dict(entry) if isinstance(entry, dict) else entry
+            state[parameter] = dict(entry) if isinstance(entry, dict) else entry
         for i, kinds in self._kinds_of.items():
-            if self._parameters[i] not in found:
+            if self._parameters[i] not in state:
                 continue
-            like, entry = self._likes[i], found[self._parameters[i]]
+            like, entry = self._likes[i], state[self._parameters[i]]
             if self._rule.counts_steps:
                 device = next(each for each in self._owners if i in each.parameters)
                 entry["step"] = torch.tensor(float(device.step_view(i)), dtype=torch.float32, device="cpu")
@@ -284,7 +283,7 @@ class FlatState:
                 for device in self._owners:
                     device.bring(i, kind, flat)
                 entry[kind] = shaped(flat, 0, like)
-        return found
+        return state
 
 
 def _values_of(entries: list[Any]) -> Iterator[Any]:
@@ -295,8 +294,8 @@ def _values_of(entries: list[Any]) -> Iterator[Any]:
 
 
 def _check_dtypes(parameters: Sequence[torch.Tensor]) -> None:
-    for each in parameters:
-        if each.dtype not in FLOATING:
+    for parameter in parameters:
+        if parameter.dtype not in FLOATING:
             raise TypeError(
-                f"the kernels update float16, bfloat16, float32 and float64, not {each.dtype}: use torch.optim's"
+                f"the kernels update float16, bfloat16, float32 and float64, not {parameter.dtype}: use torch.optim's"
             )

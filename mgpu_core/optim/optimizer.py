@@ -77,17 +77,17 @@ class FlatOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         used, factor = self._order or _BY_HAND
-        flat, own = self.flat, None
+        flat, gradients = self.flat, None
         is_changed = self._optimizer_step_pre_hooks or _global_optimizer_pre_hooks  # a hook may write gradients
         if flat is None or used is None or (is_changed and flat.shards == 1):
-            flat, used, own = self._take_gradients()
+            flat, used, gradients = self._take_gradients()
             flat.prepare(used)
         elif is_changed or not flat.launches:  # a step of the user's own may have loaded a state
             flat.prepare(used)
         if type(factor) is not float or factor != flat.factor:
             flat.scale_by(factor)
         for kernel, parameters in flat.launches:
-            kernel.step(None if own is None else [own[i] for i in parameters])
+            kernel.step(None if gradients is None else [gradients[i] for i in parameters])
         if flat.shards > 1:
             flat.share_values()
         note_written(list(compress(self._parameters, used)))
@@ -101,8 +101,8 @@ class FlatOptimizer(Optimizer):
             super().zero_grad(set_to_none)
             return
         for group in self.param_groups:
-            for each in group["params"]:
-                each.grad = None
+            for parameter in group["params"]:
+                parameter.grad = None
 
     def _take_gradients(self) -> tuple[FlatState, list[bool], list[torch.Tensor] | None]:
         """Return who has a gradient, and where kernels read them: ``None`` where they were copied into the flat ones.
@@ -116,17 +116,17 @@ class FlatOptimizer(Optimizer):
         is_captured = self._gpu is not None and streams.is_capturing(self._gpu)
         if self._like is not None and not is_captured and self._like.holds_for(gradients):
             if False in used:  # their segments are not active, and no kernel reads there
-                own = zip(gradients, self._parameters, strict=True)
-                gradients = [parameter if each is None else each for each, parameter in own]
+                with_parameters = zip(gradients, self._parameters, strict=True)
+                gradients = [parameter if each is None else each for each, parameter in with_parameters]
             return flat, used, gradients
         if self._views is None:
             flat.hold_gradients()
             views = {i: view for own in flat.flats for i, view in own.gradient_views.items()}
             self._views = [views.get(i) for i in range(len(gradients))]
         pairs = [
-            (view, each)
-            for view, each in zip(self._views, gradients, strict=True)
-            if view is not None and each is not None and each is not view
+            (view, gradient)
+            for view, gradient in zip(self._views, gradients, strict=True)
+            if view is not None and gradient is not None and gradient is not view
         ]
         if pairs:
             _copy_all(pairs)
@@ -139,10 +139,10 @@ class FlatOptimizer(Optimizer):
         if flat is not None and self._is_attached:
             return flat
         members = [
-            each
+            parameter
             for group in self.param_groups
-            for each in group["params"]
-            if each.requires_grad or each.grad is not None
+            for parameter in group["params"]
+            if parameter.requires_grad or parameter.grad is not None
         ]
         memory = list(map(len, map(_members_of, self.param_groups))), list(map(_data_ptr, members))
         if flat is None or memory != self._memory or list(map(id, members)) != self._ids:
@@ -152,21 +152,21 @@ class FlatOptimizer(Optimizer):
     def _lay_out(self, members: list[torch.Tensor]) -> FlatState:
         """Give the members flat memory; a frozen parameter gets its own memory back and takes no room."""
         if self.flat is not None:
-            for each in self._parameters:
-                if not each.requires_grad and not _is_in(each, members):
-                    each.data = compact(each)
+            for parameter in self._parameters:
+                if not parameter.requires_grad and not _is_in(parameter, members):
+                    parameter.data = compact(parameter)
         self.detach()
         self.rule.check_alike(self.param_groups)
-        found = [_flat_on(device, members) for device in dict.fromkeys(each.device for each in members)]
-        buckets, flats = [each for each, _ in found], [each for _, each in found]
+        laid_out = [_flat_on(device, members) for device in dict.fromkeys(each.device for each in members)]
+        buckets, flats = [each for each, _ in laid_out], [each for _, each in laid_out]
         mine = set(map(id, self._parameters))  # have flat memory of this class's
         new = [each for each in members if id(each) not in mine]
         warn_of_holders(new, [f"a parameter of shape {tuple(each.shape)}" for each in new])
         in_place = len(flats) == 1 and core_stream(flats[0].device) is not None
         self._like = LiesLike(members) if in_place and len(set(map(_dtype_of, members))) == 1 else None
         flat = FlatState(self, self.rule, members, buckets, flats, copies=False, holds_gradients=self._like is None)
-        for own in flats:
-            own.adopt(members, list(own.value_views))
+        for flat_tensors in flats:
+            flat_tensors.adopt(members, list(flat_tensors.value_views))
         self.flat, self._parameters = flat, members
         self._views = None  # they are made where kernels cannot read gradients in place
         self._ids = list(map(id, members))
@@ -250,8 +250,8 @@ def _is_in(tensor: torch.Tensor, tensors: Sequence[torch.Tensor | None]) -> bool
 
 def _copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     views, gradients = [view for view, _ in pairs], [each for _, each in pairs]
-    for each in gradients:
-        if each.layout is not torch.strided:
+    for gradient in gradients:
+        if gradient.layout is not torch.strided:
             raise TypeError(
                 "sparse gradients are for torch.optim.SparseAdam or torch.optim.SGD: the kernels update whole buffers"
             )

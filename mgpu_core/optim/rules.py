@@ -69,8 +69,8 @@ def _plain(value: Any) -> Any:
 def table_of(settings: Sequence[Sequence[Any]]) -> torch.Tensor:
     """Return the group table that the kernels read: float64, ``(groups, 6)``."""
     rows = []
-    for each in settings:
-        row = [float(one) for value in each for one in (value if isinstance(value, tuple) else (value,))]
+    for group_settings in settings:
+        row = [float(one) for value in group_settings for one in (value if isinstance(value, tuple) else (value,))]
         rows.append(row + [0.0] * (6 - len(row)))
     return torch.tensor(rows, dtype=torch.float64, device="cpu").reshape(len(rows), 6)
 

@@ -29,10 +29,10 @@ def others_busy(seconds: float = LOOK_SECONDS) -> float | None:
     """Return how many processors other programs keep busy on average; ``None`` where the system does not tell."""
     if not _STAT.exists():
         return None
-    before, own, begin = _busy_seconds(), time.process_time(), time.perf_counter()
+    before, own_time, begin = _busy_seconds(), time.process_time(), time.perf_counter()
     time.sleep(seconds)
-    used, own = _busy_seconds() - before, time.process_time() - own
-    return max(0.0, used - own) / (time.perf_counter() - begin)
+    used, own_time = _busy_seconds() - before, time.process_time() - own_time
+    return max(0.0, used - own_time) / (time.perf_counter() - begin)
 
 
 def _cpus() -> set[int]:

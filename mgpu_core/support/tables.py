@@ -70,11 +70,11 @@ def html_of(lines: Lines) -> str:
 def show(lines: Iterable[str | Table]) -> None:
     """Print the whole; on a terminal its tables are drawn."""
     drawn = sys.stdout is not None and sys.stdout.isatty()
-    for each in lines:
-        if drawn and isinstance(each, Table):
-            each.draw()
+    for line in lines:
+        if drawn and isinstance(line, Table):
+            line.draw()
         else:
-            print(each, flush=True)
+            print(line, flush=True)
 
 
 def human_nbytes(nbytes: int) -> str:

@@ -176,8 +176,8 @@ def span(
     Args:
         device: the device on which the work inside is launched, on this thread's current stream.
     """
-    found = sink
-    return NULL_CONTEXT if found is None else _Span(found, step, rank, device, bucket)
+    current_sink = sink
+    return NULL_CONTEXT if current_sink is None else _Span(current_sink, step, rank, device, bucket)
 
 
 def in_span(step: str, rank: int, device: torch.device, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:

@@ -100,12 +100,12 @@ class Answers:
 
     def _form(self, request: Request) -> _Form:
         key = request.form
-        found = self._forms.get(key)
-        if found is None:
+        form = self._forms.get(key)
+        if form is None:
             if len(self._forms) >= _FORMS:
                 self._forms.clear()  # they are found out again
-            found = self._forms[key] = _Form(0 if self._compares else _COMPARED)
-        return found
+            form = self._forms[key] = _Form(0 if self._compares else _COMPARED)
+        return form
 
     def watch(self, requests: Sequence[Request]) -> SizesOfValues | None:
         """Return a mode for the call of one of the first joined batches of a form; for :meth:`check_sizes`."""
@@ -193,8 +193,8 @@ class Answers:
         for index in form.compared(len(requests)):
             request = requests[index]
             first = run(request)
-            found = difference(answers[index], first, half=half)
-            if found is None:
+            reason = difference(answers[index], first, half=half)
+            if reason is None:
                 continue
             if difference(first, run(request), half=half) is not None:  # it draws random numbers, or counts its calls
                 joined = max(joined, _COMPARED)
@@ -202,7 +202,7 @@ class Answers:
             self.keep_apart(
                 request,
                 f"{self._name} gives a request other outputs in a batch than alone, as if its rows saw each other: "
-                f"{found}",
+                f"{reason}",
             )
             raise ApartError
         form.joined = joined
@@ -222,10 +222,10 @@ def _undivided(outputs: Any, rows: int, path: str, texts: Set[int]) -> str | Non
         return f"{path} has shape {tuple(outputs.shape)}, and no row for each of the {rows} rows of the inputs"
     if isinstance(outputs, Rows):
         return None if len(outputs) == rows else f"{path} has {len(outputs)} Rows, not {rows}"
-    found = opened(outputs) if _is_only_a_container(outputs) else None
-    if found is None:
+    container = opened(outputs) if _is_only_a_container(outputs) else None
+    if container is None:
         return f"{path} is a {type(outputs).__name__}, whose rows are not known"
-    names, values, _ = found
+    names, values, _ = container
     pairs = zip(names, values, strict=True)
     return next(
         (text for name, each in pairs if (text := _undivided(each, rows, path + name, texts)) is not None), None

@@ -33,8 +33,8 @@ _SHOWN = 3
 
 
 def _code(function: Any) -> CodeType:
-    found: CodeType = function.__code__
-    return found
+    code: CodeType = function.__code__
+    return code
 
 
 _SETS, _DELETES, _REMOVES = map(_code, (Module.__setattr__, Module.__delattr__, RemovableHandle.remove))
@@ -67,9 +67,9 @@ class CallsAtOnce:
                 return
             first = FirstCalls((LostAttributes(), 1), (SharedObjects(), 1))
             watched = first.begin(Call(self._module, [self._module]))
-            with _watched(self._module) as found:
+            with _watched(self._module) as changes:
                 yield
-            self._learn(branch, {*found, *first.changed(watched)})
+            self._learn(branch, {*changes, *first.changed(watched)})
         finally:
             with self._changes:
                 self._running -= 1
@@ -84,11 +84,11 @@ class CallsAtOnce:
             self._is_alone = self._one_at_a_time or branch not in self._known
             return self._is_alone
 
-    def _learn(self, branch: Hashable, found: set[str]) -> None:
+    def _learn(self, branch: Hashable, changes: set[str]) -> None:
         """Note the changes of a call that ran alone; warn where one before it has made the same."""
-        again = sorted(found & self._changed)
-        self._changed |= found
-        if not found:
+        again = sorted(changes & self._changed)
+        self._changed |= changes
+        if not changes:
             self._known.add(branch)
         if again:
             self._one_at_a_time = True
@@ -109,27 +109,27 @@ def _watched(module: Module) -> Iterator[set[str]]:
     """
     paths = {id(each): path for path, each in module.named_modules()}
     tables = {id(vars(each)[name]): path for path, each in module.named_modules() for name in _HOOKS}
-    found: set[str] = set()
+    changes: set[str] = set()
 
     def told(frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
         if event != "call" or (code not in _REGISTERS and code not in (_SETS, _DELETES, _REMOVES)):
             return
-        own = frame.f_locals
-        changed = own["self"]
+        variables = frame.f_locals
+        changed = variables["self"]
         table = changed.hooks_dict_ref() if code is _REMOVES else None
         path = paths.get(id(changed)) if table is None else tables.get(id(table))
-        hook = own.get("hook") if table is None else table.get(changed.id)
+        hook = variables.get("hook") if table is None else table.get(changed.id)
         if path is None or getattr(hook, "__module__", "").startswith("mgpu_core."):  # those of a placement
             return
         if code is not _SETS and code is not _DELETES:
-            found.add(f"hooks of {path or 'the net'}")
-        elif code is _DELETES or not _has(changed, own["name"], own["value"]):
-            found.add(f"{path}.{own['name']}" if path else own["name"])
+            changes.add(f"hooks of {path or 'the net'}")
+        elif code is _DELETES or not _has(changed, variables["name"], variables["value"]):
+            changes.add(f"{path}.{variables['name']}" if path else variables["name"])
 
     sys.setprofile(told)
     try:
-        yield found
+        yield changes
     finally:
         sys.setprofile(None)
 

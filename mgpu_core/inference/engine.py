@@ -170,11 +170,11 @@ class Engine:
         watch = None if replica.is_compiled else self._answers.watch(requests)  # torch compiles nothing inside a mode
         with self._autocast(rank), watch or NULL_CONTEXT:
             only_rows = all(each.has_only_rows for each in requests)
-            made = replica(args, kwargs, requests[0], captured=only_rows)
+            raw = replica(args, kwargs, requests[0], captured=only_rows)
         self._answers.check_sizes(watch, requests[0])
         targets = {self._output_device or each.device for each in requests}
-        outputs = {target: _outputs_on(target, made) for target in targets}
-        return outputs, _events_on({*self._accelerators[rank], *targets, *(each.device for each in tensors_in(made))})
+        outputs = {target: _outputs_on(target, raw) for target in targets}
+        return outputs, _events_on({*self._accelerators[rank], *targets, *(each.device for each in tensors_in(raw))})
 
     def _autocast(self, rank: int) -> AbstractContextManager[object]:
         return NULL_CONTEXT if self._amp_dtype is None else torch.autocast(self._devices[rank].type, self._amp_dtype)
@@ -212,8 +212,8 @@ class Engine:
             outputs, events = self._outputs(rank, [request], call)
             for event in events:
                 event.synchronize()
-            (made,) = outputs.values()
-            return self._answers.split(made, [request])[0]
+            (output,) = outputs.values()
+            return self._answers.split(output, [request])[0]
 
         with self._autocast(rank):
             half = torch.is_autocast_enabled(device.type) or self.replicas[rank].is_half
@@ -237,8 +237,8 @@ class Engine:
             self.queue.put_back(waiting)
         else:
             self.stats[rank].retries += len(waiting)
-            for each in waiting:
-                self._attempt(rank, [each], partial(self._alone, rank, each))
+            for request in waiting:
+                self._attempt(rank, [request], partial(self._alone, rank, request))
 
     def _alone(self, rank: int, request: Request) -> None:
         batch = self._launch(rank, [request])

@@ -123,9 +123,9 @@ class RequestQueue:
     def drained(self) -> list[Request]:
         """Remove and return all requests that wait."""
         with self._ready:
-            found = [each for requests in self._waiting.values() for each in requests]
+            waiting = [each for requests in self._waiting.values() for each in requests]
             self._waiting.clear()
             self._rows.clear()
             self._count = 0
             self._free.notify_all()
-            return found
+            return waiting

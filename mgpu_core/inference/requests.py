@@ -148,11 +148,11 @@ class Joiner:
         Raises:
             ValueError: no rows, or arguments that disagree on their number.
         """
-        made = Request(call)
+        request = Request(call)
         bucket = self._bucket_by(*call[0], **call[1]) if self._bucket_by else None
         leaf_key = key_of if self._collate is None else _loose_key_of
-        made.key = (bucket, made.structure, *map(leaf_key, made.leaves))
-        return made
+        request.key = (bucket, request.structure, *map(leaf_key, request.leaves))
+        return request
 
     def joined(self, requests: Sequence[Request], device: torch.device) -> Call:
         """Return the arguments of one call on ``device`` for requests of one key, ready for its current stream."""

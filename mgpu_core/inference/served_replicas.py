@@ -138,28 +138,28 @@ def replicas_of(
     Raises:
         TypeError: an attribute that cannot be copied.
     """
-    made: list[Module] = []
+    copies: list[Module] = []
     with torch.inference_mode(False), torch.no_grad():  # versions of buffers are counted outside inference mode alone
         for rank, device in enumerate(devices[:1] if is_spread(net) else devices):
             shared: dict[int, Any] = {}
             if device in devices[:rank]:
-                first = made[devices.index(device)].parameters()
+                first = copies[devices.index(device)].parameters()
                 shared = {id(own): other for own, other in zip(net.parameters(), first, strict=True)}
             module = copy_module(net, shared)
-            made.append(module if is_spread(module) else module_to(module, device))
+            copies.append(module if is_spread(module) else module_to(module, device))
             if not rank:
                 _warn_if_shared(net, module)
-            give_attributes(net.buffers(), made[-1].buffers())
-            made[-1].requires_grad_(False).eval()
-            set_compiled(made[-1], compiled, rank)
-    _wait_for(made)
+            give_attributes(net.buffers(), copies[-1].buffers())
+            copies[-1].requires_grad_(False).eval()
+            set_compiled(copies[-1], compiled, rank)
+    _wait_for(copies)
     if is_spread(net):
-        at_once = CallsAtOnce(made[0]) if len(devices) > 1 else None
-        return [Replica(made[0], method, None, [], at_once)] * len(devices)
+        at_once = CallsAtOnce(copies[0]) if len(devices) > 1 else None
+        return [Replica(copies[0], method, None, [], at_once)] * len(devices)
     name, refusals = type(net).__name__, list[str]()
     return [
-        Replica(each, method, GraphedModule(each, device, name) if captured else None, refusals)
-        for each, device in zip(made, devices, strict=True)
+        Replica(copied, method, GraphedModule(copied, device, name) if captured else None, refusals)
+        for copied, device in zip(copies, devices, strict=True)
     ]
 
 

@@ -66,10 +66,10 @@ class Stats(list[DeviceStats]):
 
     def _table(self) -> Table:
         rows = [_HEADER]
-        for rank, (each, share) in enumerate(zip(self, self.shares, strict=True)):
-            name = f"{each.device} (lost)" if each.is_lost else each.device
-            counts = each.requests, each.rows, f"{share:.1%}", each.batches, f"{each.mean_batch:.1f}", each.retries
-            rows += ((rank, name, *counts, _text(each.queue_seconds), _text(each.compute_seconds)),)
+        for rank, (stats, share) in enumerate(zip(self, self.shares, strict=True)):
+            name = f"{stats.device} (lost)" if stats.is_lost else stats.device
+            counts = stats.requests, stats.rows, f"{share:.1%}", stats.batches, f"{stats.mean_batch:.1f}", stats.retries
+            rows += ((rank, name, *counts, _text(stats.queue_seconds), _text(stats.compute_seconds)),)
         return Table(rows, words=(1,))
 
     def prometheus(self) -> str:
@@ -78,15 +78,15 @@ class Stats(list[DeviceStats]):
         for name in ("requests", "rows", "batches", "retries", "failures"):
             lines.append(f"# TYPE mgpu_{name}_total counter")
             lines += [
-                f'mgpu_{name}_total{{rank="{rank}",device="{each.device}"}} {getattr(each, name)}'
-                for rank, each in enumerate(self)
+                f'mgpu_{name}_total{{rank="{rank}",device="{stats.device}"}} {getattr(stats, name)}'
+                for rank, stats in enumerate(self)
             ]
         for name in ("queue_seconds", "compute_seconds"):
             lines.append(f"# TYPE mgpu_{name} summary")
-            for rank, each in enumerate(self):
+            for rank, stats in enumerate(self):
                 lines += [
-                    f'mgpu_{name}{{rank="{rank}",device="{each.device}",quantile="{percent / 100:g}"}} {value:.6g}'
-                    for percent, value in zip(_QUANTILES, _points(getattr(each, name)), strict=True)
+                    f'mgpu_{name}{{rank="{rank}",device="{stats.device}",quantile="{percent / 100:g}"}} {value:.6g}'
+                    for percent, value in zip(_QUANTILES, _points(getattr(stats, name)), strict=True)
                 ]
         return "\n".join(lines) + "\n"
 
@@ -95,8 +95,8 @@ def _points(seconds: deque[float]) -> list[float]:
     values = _copy_of(seconds)
     if len(values) < 2:
         return [values[0] if values else 0.0] * len(_QUANTILES)
-    found = quantiles(values, n=100, method="inclusive")
-    return [found[percent - 1] for percent in _QUANTILES]
+    percentiles = quantiles(values, n=100, method="inclusive")
+    return [percentiles[percent - 1] for percent in _QUANTILES]
 
 
 def _copy_of(seconds: deque[float]) -> list[float]:

@@ -96,7 +96,7 @@ def _check_lengths(modules: Sequence[Any], **others: Sequence[Any] | None) -> No
 
 
 def _devices_of(inputs: Sequence[Any], devices: Sequence[DeviceLike | None] | None) -> list[DeviceLike]:
-    found: list[DeviceLike] = []
+    resolved: list[DeviceLike] = []
     for rank, args in enumerate(inputs):
         device = None if devices is None else devices[rank]
         if device is None:
@@ -107,8 +107,8 @@ def _devices_of(inputs: Sequence[Any], devices: Sequence[DeviceLike | None] | No
                     "device cannot be resolved"
                 )
             device = tensor.device
-        found.append(device)
-    return found
+        resolved.append(device)
+    return resolved
 
 
 def _first_tensor(obj: Any) -> torch.Tensor | None:

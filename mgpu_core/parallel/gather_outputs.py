@@ -74,9 +74,9 @@ class _Gather:
     def _join(self, leaves: list[Any], tree: Tree, index: int, name: str) -> Any:
         if (
             self._rule is not None
-            and (found := self._rule(leaves, lambda: tree.paths(name)[index])) is not NotImplemented
+            and (result := self._rule(leaves, lambda: tree.paths(name)[index])) is not NotImplemented
         ):
-            return found
+            return result
         tensors = sum(isinstance(leaf, torch.Tensor) for leaf in leaves)
         if tensors == len(leaves):
             return self._join_tensors(leaves, tree, index, name)
@@ -99,14 +99,14 @@ class _Gather:
         joined = self.joined(items, path)
         kind = type(leaves[0])
         try:
-            made = kind(iter(joined))
+            gathered = kind(iter(joined))
         except Exception as error:
             raise TypeError(
                 f"{path} cannot be gathered: it holds tensors, and {kind.__name__} cannot be made of what its own "
                 "iterator gives; return the tensors, or nothing (use_cache=False)"
             ) from error
-        if _has_items(made, joined):
-            return made
+        if _has_items(gathered, joined):
+            return gathered
         warn_user(
             f"{path} is a {kind.__name__}, which does not hold what it is made of: it was gathered as a list of its "
             "items. Return the tensors, or nothing (use_cache=False)"
@@ -159,10 +159,10 @@ def _as_long(leaves: Sequence[Any], dim: int, value: float | None, path: str) ->
     """Return the leaves of one place on all ranks, made equally long if they are tensors."""
     if not all(isinstance(each, torch.Tensor) and each.ndim == leaves[0].ndim > 0 for each in leaves):
         return leaves
-    own = dim % leaves[0].ndim
+    dim %= leaves[0].ndim
     longest = [max(sizes) for sizes in zip(*(each.shape for each in leaves), strict=True)]
-    missing = [[0 if i == own else most - size for i, (most, size) in enumerate(zip(longest, each.shape, strict=True))]
-               for each in leaves]  # fmt: skip
+    missing = [[0 if i == dim else most - size for i, (most, size) in enumerate(zip(longest, leaf.shape, strict=True))]
+               for leaf in leaves]  # fmt: skip
     if not any(map(any, missing)):
         return leaves
     if value is None:
@@ -187,9 +187,9 @@ def _items_of(obj: Any) -> list[Any] | None:
     return items if any_tensor(leaves) else None
 
 
-def _has_items(made: Any, joined: list[Any]) -> bool:
+def _has_items(obj: Any, joined: list[Any]) -> bool:
     """Return whether an object gives items of the structure and shapes of those that it was made of."""
-    items = _items_of(made)
+    items = _items_of(obj)
     if items is None:
         return False
     leaves: tuple[list[Any], list[Any]] = ([], [])

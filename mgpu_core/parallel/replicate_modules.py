@@ -115,9 +115,9 @@ def compiled_by_rank(tree: ModuleTree, ranks: int) -> list[list[tuple[int, Any]]
     Raises:
         TypeError: a module that was compiled in a way that cannot be repeated for its replicas.
     """
-    found = [
+    compiled = [
         (index, compiled_calls(node.module, node.compiled, ranks))
         for index, node in enumerate(tree.nodes)
         if node.compiled is not None
     ]
-    return [[(index, calls[rank]) for index, calls in found] for rank in range(ranks)]
+    return [[(index, calls[rank]) for index, calls in compiled] for rank in range(ranks)]

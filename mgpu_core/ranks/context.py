@@ -41,8 +41,8 @@ class CallerContext:
         self._modes = Modes(devices)
         self._grad = torch.is_grad_enabled()
         self._inference = torch.is_inference_mode_enabled()
-        found = torch.accelerator.current_accelerator()
-        kinds = ["cpu"] if found is None else ["cpu", found.type]
+        accelerator = torch.accelerator.current_accelerator()
+        kinds = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
         self._autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]
         self._autocast_cache = torch.is_autocast_cache_enabled()
         self._hooks, self.serialize = _saved_tensors_hooks(len(set(devices)) == 1)

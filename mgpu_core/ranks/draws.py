@@ -207,8 +207,8 @@ def _are_recorded(devices: Sequence[torch.device]) -> bool:
 
 def _other_states() -> list[tuple[str, Any]]:
     """Return the states of Python's generator, and of numpy's where numpy was imported."""
-    found: list[tuple[str, Any]] = [("Python's generator (random)", random.getstate())]
+    states: list[tuple[str, Any]] = [("Python's generator (random)", random.getstate())]
     if (numpy := sys.modules.get("numpy")) is not None:
         _, keys, position, *rest = numpy.random.get_state()
-        found.append(("numpy's generator (numpy.random)", (keys.tobytes(), position, rest)))
-    return found
+        states.append(("numpy's generator (numpy.random)", (keys.tobytes(), position, rest)))
+    return states

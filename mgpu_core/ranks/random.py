@@ -64,15 +64,15 @@ def _first_use() -> None:
 
 def random_numbers_kept(devices: Iterable[torch.device]) -> AbstractContextManager[None]:
     """Return a context that puts the random state back at its end: of the CPU, and of these accelerators."""
-    found = {each for each in devices if each.type not in ("cpu", "meta")}
-    kind = next((each.type for each in found), "cuda")
-    return torch.random.fork_rng([each.index for each in found], device_type=kind)
+    accelerators = {each for each in devices if each.type not in ("cpu", "meta")}
+    kind = next((each.type for each in accelerators), "cuda")
+    return torch.random.fork_rng([each.index for each in accelerators], device_type=kind)
 
 
 def numbers_of(devices: Iterable[torch.device]) -> dict[torch.device, torch.Tensor]:
     """Return the states of the generators of accelerators."""
-    found = {each for each in devices if each.type != "cpu"}
-    return {each: torch.get_device_module(each).get_rng_state(each) for each in found}
+    accelerators = {each for each in devices if each.type != "cpu"}
+    return {each: torch.get_device_module(each).get_rng_state(each) for each in accelerators}
 
 
 @contextmanager
@@ -82,8 +82,8 @@ def same_numbers(devices: Sequence[torch.device]) -> Iterator[list[RankStream]]:
     At the end the caller's generators have drawn as much as rank 0's.
     """
     streams = [_kind()(0) for _ in devices]
-    for each in streams:
-        each.generator.set_state(torch.get_rng_state())
+    for stream in streams:
+        stream.generator.set_state(torch.get_rng_state())
     first = devices[0]
     others = [each for each in dict.fromkeys(devices) if each.type == first.type != "cpu" and each != first]
     with random_numbers_kept(others):
@@ -211,8 +211,8 @@ def _with_generator(func: Any) -> Any:
     """``aten.rand.generator`` for ``aten.rand.default``: the same arguments and, by keyword, a generator."""
     wanted = _arguments(func)
     overloads = [getattr(func.overloadpacket, name) for name in func.overloadpacket.overloads()]
-    found = [each for each in overloads if each is not func and _arguments(each) == wanted]
-    return next((each for each in found if any(a.name == "generator" for a in each._schema.arguments)), None)
+    siblings = [each for each in overloads if each is not func and _arguments(each) == wanted]
+    return next((each for each in siblings if any(a.name == "generator" for a in each._schema.arguments)), None)
 
 
 def _arguments(func: Any) -> list[tuple[str, str]]:

@@ -66,8 +66,8 @@ class Team:
         """Return the team of the first ``count`` ranks."""
         if count == len(self.devices):
             return self
-        found = self._parts[count] = _find(self.devices[:count])
-        return found
+        part = self._parts[count] = _find(self.devices[:count])
+        return part
 
     @property
     def workers(self) -> WorkerPool:

@@ -85,46 +85,46 @@ class Waiting:
             )
         gate = None
         with self._lock:
-            found = self._meetings.get(key)
-            if found is None:
-                found = self._meetings[key] = _Meeting(ranks)
-            found.values[rank] = value
-            found.missing -= 1
-            if found.missing and not self._cannot_come(found):
+            meeting = self._meetings.get(key)
+            if meeting is None:
+                meeting = self._meetings[key] = _Meeting(ranks)
+            meeting.values[rank] = value
+            meeting.missing -= 1
+            if meeting.missing and not self._cannot_come(meeting):
                 gate = Lock()
                 gate.acquire()
-                found.gates.append(gate)
+                meeting.gates.append(gate)
         if gate is not None:
             with compiler_lent():
                 gate.acquire(timeout=self.seconds)
-        elif not found.missing:
-            found.combine(combine)
+        elif not meeting.missing:
+            meeting.combine(combine)
             with self._lock:
                 del self._meetings[key]
-                found.is_over = True
-                found.open()
-        if not found.is_over:
-            self._give_up(found)
-        result, found.results[rank], error = found.results[rank], None, found.error
+                meeting.is_over = True
+                meeting.open()
+        if not meeting.is_over:
+            self._give_up(meeting)
+        result, meeting.results[rank], error = meeting.results[rank], None, meeting.error
         if error is None:
             return result
-        self._drop_error(found)
-        del found  # the traceback holds this frame
+        self._drop_error(meeting)
+        del meeting  # the traceback holds this frame
         try:
             raise error
         finally:
             del error
 
-    def _cannot_come(self, found: _Meeting) -> bool:
+    def _cannot_come(self, meeting: _Meeting) -> bool:
         """Return whether not all lanes can come to a meeting any more."""
-        return self._is_stopped or any(found.values[rank] is _ABSENT for rank in self._ended)
+        return self._is_stopped or any(meeting.values[rank] is _ABSENT for rank in self._ended)
 
-    def _give_up(self, found: _Meeting) -> None:
+    def _give_up(self, meeting: _Meeting) -> None:
         """Raise why a meeting did not take place, unless it is over now."""
         with self._lock:
-            if found.is_over:
+            if meeting.is_over:
                 return
-            absent = [rank for rank in self._ended if found.values[rank] is _ABSENT]
+            absent = [rank for rank in self._ended if meeting.values[rank] is _ABSENT]
             is_stopped = self._is_stopped
         if absent:
             raise RankExited(
@@ -135,18 +135,18 @@ class Waiting:
             raise RankExited("the call was given up while ranks waited in a synchronised layer")
         raise Error(f"a rank did not come to a synchronised layer within {self.seconds:g} s")
 
-    def _drop_error(self, found: _Meeting) -> None:
+    def _drop_error(self, meeting: _Meeting) -> None:
         """Forget the error of a meeting when the last lane has it: all lanes raise the same one."""
         with self._lock:
-            found.missing += 1
-            if found.missing == len(found.results):
-                found.error = None
+            meeting.missing += 1
+            if meeting.missing == len(meeting.results):
+                meeting.error = None
 
     def _open_gates(self) -> None:
         """Let lanes go on that wait for one that does not come; with the lock."""
-        for found in self._meetings.values():
-            if self._cannot_come(found):
-                found.open()
+        for meeting in self._meetings.values():
+            if self._cannot_come(meeting):
+                meeting.open()
 
     def turn(self, rank: int, stage: Hashable, name: Hashable) -> None:
         with self._changed:

@@ -191,11 +191,11 @@ _share_lock = threading.Lock()
 
 def _in_a_new_thread(work: Callable[[], int]) -> int:
     """Return the result of the work in a thread that has taken over no setting yet."""
-    found: list[int] = []
-    thread = threading.Thread(target=lambda: found.append(work()), daemon=True)
+    results: list[int] = []
+    thread = threading.Thread(target=lambda: results.append(work()), daemon=True)
     thread.start()
     thread.join()
-    return found[0]
+    return results[0]
 
 
 def _latch(threads: int) -> int:
@@ -254,8 +254,8 @@ class WorkerPool:
                 self._idle.append(crew)
             else:
                 retired.append(crew)
-        for each in retired:
-            each.stop()
+        for retired_crew in retired:
+            retired_crew.stop()
 
     def close(self) -> None:
         """Send the idle threads home now and the others after their call; the next call makes new ones."""

@@ -32,8 +32,8 @@ def difference(one: Any, other: Any, *, half: bool) -> str | None:
     """
     leaves: tuple[list[Any], list[Any]] = ([], [])
     trees = [flatten(each, found, "outputs", whole=True) for each, found in zip((one, other), leaves, strict=True)]
-    if (found := trees[0].difference(trees[1], "outputs")) is not None:
-        return found
+    if (reason := trees[0].difference(trees[1], "outputs")) is not None:
+        return reason
     for path, mine, theirs in zip(trees[0].paths("outputs"), *leaves, strict=True):
         if isinstance(mine, Rows) and isinstance(theirs, Rows):
             text = difference(list(mine), list(theirs), half=half)

@@ -51,7 +51,7 @@ def is_registered(cls: type) -> bool:
 def _open_registered(obj: Any, functions: tuple[Flatten, Unflatten]) -> Opened:
     flatten, unflatten = functions
     values, rest = flatten(obj)
-    return [f"[{i}]" for i in range(len(values))], values, lambda made: unflatten(made, rest)
+    return [f"[{i}]" for i in range(len(values))], values, lambda entries: unflatten(entries, rest)
 
 
 def opened(obj: Any) -> Opened | None:
@@ -88,10 +88,10 @@ def _open_dataclass(obj: Any) -> Opened:
     names = [each.name for each in dataclasses.fields(obj) if hasattr(obj, each.name)]
 
     def build(values: list[Any]) -> Any:
-        made = copy.copy(obj)  # not the constructor: it may compute, and fields may be init=False
+        copied = copy.copy(obj)  # not the constructor: it may compute, and fields may be init=False
         for name, value in zip(names, values, strict=True):
-            object.__setattr__(made, name, value)  # frozen ones too
-        return made
+            object.__setattr__(copied, name, value)  # frozen ones too
+        return copied
 
     return [f".{name}" for name in names], [getattr(obj, name) for name in names], build
 
@@ -115,24 +115,24 @@ def _made_again(obj: Any, plain: Any) -> Any:
     """
     for make in (_constructed, _copied) if isinstance(obj, dict | list) else (_constructed, _constructed_of_dict):
         try:
-            made = make(obj, plain)
-            if _has_entries(made, plain):
-                return made
+            container = make(obj, plain)
+            if _has_entries(container, plain):
+                return container
         except Exception:  # whatever a constructor of somebody else's says to this
             continue
     return plain
 
 
-def _has_entries(made: Any, plain: Any) -> bool:
+def _has_entries(container: Any, plain: Any) -> bool:
     """Return whether it has them, and in the same order; a constructor may take all of them for its first field."""
     if isinstance(plain, dict):
-        return list(made.keys()) == list(plain) and all(map(_is_entry, made.values(), plain.values()))
-    return len(made) == len(plain) and all(map(_is_entry, made, plain))
+        return list(container.keys()) == list(plain) and all(map(_is_entry, container.values(), plain.values()))
+    return len(container) == len(plain) and all(map(_is_entry, container, plain))
 
 
-def _is_entry(made: Any, given: Any) -> bool:
-    """Return True if ``made`` is ``given``, or ``given`` converted into a kind of its own, as some dicts do."""
-    return made is given or (not isinstance(given, torch.Tensor) and isinstance(made, type(given)))
+def _is_entry(entry: Any, given: Any) -> bool:
+    """Return True if ``entry`` is ``given``, or ``given`` converted into a kind of its own, as some dicts do."""
+    return entry is given or (not isinstance(given, torch.Tensor) and isinstance(entry, type(given)))
 
 
 def _plain_attributes(obj: Any) -> Iterator[tuple[str, Any]]:
@@ -144,10 +144,10 @@ def _plain_attributes(obj: Any) -> Iterator[tuple[str, Any]]:
 
 def _constructed(obj: Any, plain: Any) -> Any:
     pairs = isinstance(obj, dict) and not isinstance(obj, Counter)  # which would count them
-    made = type(obj)(plain.items() if pairs else plain)
+    container = type(obj)(plain.items() if pairs else plain)
     for name, value in _plain_attributes(obj):
-        vars(made).setdefault(name, value)  # what the constructor has set, it knows better
-    return made
+        vars(container).setdefault(name, value)  # what the constructor has set, it knows better
+    return container
 
 
 def _constructed_of_dict(obj: Any, plain: Any) -> Any:
@@ -156,17 +156,17 @@ def _constructed_of_dict(obj: Any, plain: Any) -> Any:
 
 
 def _copied(obj: Any, plain: Any) -> Any:
-    made = copy.copy(obj)
+    copied = copy.copy(obj)
     if isinstance(plain, dict):
         for key, value in plain.items():
-            made[key] = value
+            copied[key] = value
     else:
-        made[:] = plain
+        copied[:] = plain
     new = plain if isinstance(plain, dict) else {}
-    attributes = getattr(made, "__dict__", {})
+    attributes = getattr(copied, "__dict__", {})
     for name, value in list(attributes.items()):
         if name in new and value is obj[name]:  # an entry, too
             attributes[name] = new[name]
         elif isinstance(value, torch.Tensor) and value is not new.get(name):
             del attributes[name]
-    return made
+    return copied

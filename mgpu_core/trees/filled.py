@@ -77,13 +77,13 @@ def map_in_place(obj: Any, function: Callable[[Any], Any], undo: Undo) -> Any:
     if isinstance(obj, _SIMPLE):
         return obj
     if not is_fillable(obj) or isinstance(obj, set):
-        found = None if isinstance(obj, PackedSequence) else opened(obj)
-        if found is None:
+        container = None if isinstance(obj, PackedSequence) else opened(obj)
+        if container is None:
             return function(obj)
-        _, values, build = found
+        _, values, build = container
         values = list(values)
-        made = [map_in_place(each, function, undo) for each in values]
-        return obj if all(map(operator.is_, made, values)) else build(made)
+        mapped = [map_in_place(each, function, undo) for each in values]
+        return obj if all(map(operator.is_, mapped, values)) else build(mapped)
     for key, value in _entries(obj).items():
         new = map_in_place(value, function, undo)
         if new is not value:
@@ -117,8 +117,8 @@ def _fillable_below(obj: Any, seen: dict[int, Any], *, of_objects: bool = False,
     seen[id(obj)] = obj
     if is_filled:
         yield obj
-    for each in () if isinstance(obj, torch.Tensor) else _entries(obj).values() if is_filled else obj:
-        yield from _fillable_below(each, seen, of_objects=of_objects, depth=depth - 1)
+    for entry in () if isinstance(obj, torch.Tensor) else _entries(obj).values() if is_filled else obj:
+        yield from _fillable_below(entry, seen, of_objects=of_objects, depth=depth - 1)
 
 
 class Contents:
@@ -153,8 +153,8 @@ class Contents:
 
     def put_back(self) -> None:
         """Give all containers their entries of before, and tensors their values."""
-        for each, before in self._kept:
-            _replace(each, before)
+        for container, before in self._kept:
+            _replace(container, before)
         with torch.no_grad():
             for tensor, values in self._values:
                 tensor.copy_(values)
@@ -169,16 +169,16 @@ class FilledCopies:
     def copied(self, obj: Any, depth: int = _DEPTH) -> Any:
         """Return the nest with a copy of each container that can be filled."""
         if type(obj) is tuple:
-            made = tuple([self.copied(each, depth - 1) for each in obj]) if depth else obj
-            return obj if all(map(operator.is_, made, obj)) else made
+            copies = tuple([self.copied(each, depth - 1) for each in obj]) if depth else obj
+            return obj if all(map(operator.is_, copies, obj)) else copies
         if not depth or not is_fillable(obj):
             return obj
         if id(obj) not in self._made:
-            own = copy.copy(obj)
-            self._made[id(obj)] = obj, own, {}
+            clone = copy.copy(obj)
+            self._made[id(obj)] = obj, clone, {}
             entries = {key: self.copied(value, depth - 1) for key, value in _entries(obj).items()}
-            _replace(own, entries)
-            self._made[id(obj)] = obj, own, entries
+            _replace(clone, entries)
+            self._made[id(obj)] = obj, clone, entries
         return self._made[id(obj)][1]
 
     @property
@@ -189,18 +189,18 @@ class FilledCopies:
     def merge(self) -> None:
         """Add, exchange and take away entries of the originals as it was done to the copies."""
         originals = {id(own): obj for obj, own, _ in self._made.values()}
-        for obj, own, before in self._made.values():
-            now = _entries(own)
+        for obj, clone, before in self._made.values():
+            now = _entries(clone)
             if _are_same(now, before):
                 continue
             now = {key: originals.get(id(value), value) for key, value in now.items()}
-            is_longer = isinstance(own, list | deque) and all(_entries(own).get(k) is v for k, v in before.items())
+            is_longer = isinstance(clone, list | deque) and all(_entries(clone).get(k) is v for k, v in before.items())
             if is_longer:
                 obj.extend(list(now.values())[len(before) :])
-            elif isinstance(own, list | deque):
+            elif isinstance(clone, list | deque):
                 _replace(obj, now)
             else:
-                changed = {k: v for k, v in now.items() if k not in before or _entries(own)[k] is not before[k]}
+                changed = {k: v for k, v in now.items() if k not in before or _entries(clone)[k] is not before[k]}
                 kept = {k: v for k, v in _entries(obj).items() if k in now or k not in before}
                 _replace(obj, kept | changed)
 

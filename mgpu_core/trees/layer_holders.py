@@ -34,10 +34,10 @@ class _Getters(dict[tuple[str, ...], Callable[[Any], tuple[Any, ...]]]):
     def __missing__(self, names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
         if len(self) >= _KEPT:
             self.clear()
-        own = [name for name in names if name not in _TORCHS]
+        others = [name for name in names if name not in _TORCHS]
         filler = "training" if "training" in names else names[0]
-        found = self[names] = itemgetter(*own, filler, filler)
-        return found
+        getter = self[names] = itemgetter(*others, filler, filler)
+        return getter
 
 
 _getters = _Getters()
@@ -105,11 +105,11 @@ def still_reached(copied: Module, originals: Collection[int]) -> str | None:
 def leads_to(value: Any, wanted: Collection[int]) -> bool:
     """Return whether an object is, or leads in any way to, one with a wanted id."""
     waiting, seen = [value], {id(value)}
-    for each in waiting:  # it grows meanwhile
-        if id(each) in wanted:
+    for obj in waiting:  # it grows meanwhile
+        if id(obj) in wanted:
             return True
-        if len(waiting) < _KEPT and not isinstance(each, Module | torch.Tensor | type):
-            inside = [one for one in contents_of(each) if id(one) not in seen]
+        if len(waiting) < _KEPT and not isinstance(obj, Module | torch.Tensor | type):
+            inside = [one for one in contents_of(obj) if id(one) not in seen]
             seen.update(map(id, inside))
             waiting += inside
     return False
@@ -149,15 +149,15 @@ def _reaches(values: Iterable[Any], wanted: Collection[int]) -> bool:
             return False
         if not kinds <= _reaching and not (kinds := _sorted_out(kinds)):
             return False
-        found = [value for value in chain.from_iterable(sources) if type(value) in kinds]
-        ids = set(map(id, found))
+        candidates = [value for value in chain.from_iterable(sources) if type(value) in kinds]
+        ids = set(map(id, candidates))
         if not ids.isdisjoint(wanted):
             return True
         if not seen.isdisjoint(ids):
-            found = [value for value in found if id(value) not in seen]
+            candidates = [value for value in candidates if id(value) not in seen]
         seen |= ids
-        sources = [value for value in found if type(value) in _LISTS]
-        sources += list(map(entries_of, [value for value in found if type(value) not in _LISTS]))
+        sources = [value for value in candidates if type(value) in _LISTS]
+        sources += list(map(entries_of, [value for value in candidates if type(value) not in _LISTS]))
     return False
 
 
@@ -166,30 +166,30 @@ def _sorted_out(kinds: set[type]) -> set[type]:
     if len(_plain) + len(_reaching) > _KEPT:
         _plain.clear()
         _reaching.clear()
-    found = set(filter(_may_reach, kinds))
-    _reaching.update(found)
-    _plain.update(kinds - found)
-    return found
+    reaching = set(filter(_may_reach, kinds))
+    _reaching.update(reaching)
+    _plain.update(kinds - reaching)
+    return reaching
 
 
-def rewired(value: Any, made: dict[int, Any], depth: int = _DEPTH) -> Any:
+def rewired(value: Any, replacements: dict[int, Any], depth: int = _DEPTH) -> Any:
     """Return the value with other modules in place of some; the value itself where it reaches none of those.
 
     Args:
         value: a container, a partial, a bound method, or a module.
-        made: what takes the place of each object, by its id; containers are added, so that identity and cycles stay.
+        replacements: of some objects, by their ids; containers are added, so that identity and cycles stay.
         depth: how many containers deep.
     """
-    if id(value) in made:
-        return made[id(value)]
+    if id(value) in replacements:
+        return replacements[id(value)]
     kind = type(value)
     if not depth or kind in _plain or isinstance(value, Module):
         return value
-    again = partial(_rewired_all, made=made, depth=depth - 1)
+    again = partial(_rewired_all, replacements=replacements, depth=depth - 1)
     if kind in _DICTS:
-        return _filled(value, value.copy(), made, again)
+        return _filled(value, value.copy(), replacements, again)
     if kind is list:
-        return _filled(value, value.copy(), made, again)
+        return _filled(value, value.copy(), replacements, again)
     new = value
     if kind is tuple or _is_named_tuple(kind):
         entries, same = again(value)
@@ -200,21 +200,21 @@ def rewired(value: Any, made: dict[int, Any], depth: int = _DEPTH) -> Any:
     elif kind is MethodType:
         (owner,), same = again((value.__self__,))
         new = value if same else MethodType(value.__func__, owner)
-    made[id(value)] = new
+    replacements[id(value)] = new
     return new
 
 
-def _rewired_all(values: Iterable[Any], made: dict[int, Any], depth: int) -> tuple[list[Any], bool]:
+def _rewired_all(values: Iterable[Any], replacements: dict[int, Any], depth: int) -> tuple[list[Any], bool]:
     before = list(values)
-    after = [rewired(each, made, depth) for each in before]
+    after = [rewired(each, replacements, depth) for each in before]
     return after, all(one is other for one, other in zip(before, after, strict=True))
 
 
 def _filled(
-    value: Any, new: Any, made: dict[int, Any], again: Callable[[Iterable[Any]], tuple[list[Any], bool]]
+    value: Any, new: Any, replacements: dict[int, Any], again: Callable[[Iterable[Any]], tuple[list[Any], bool]]
 ) -> Any:
     """Return the copy of a list or dict with its entries made again; it is known before they are, for cycles."""
-    made[id(value)] = new
+    replacements[id(value)] = new
     if isinstance(value, Mapping):
         keys, same_keys = again(value)
         values, same_values = again(value.values())
@@ -225,5 +225,5 @@ def _filled(
     else:
         new[:], same = again(value)
     if same:
-        made[id(value)] = value
-    return made[id(value)]
+        replacements[id(value)] = value
+    return replacements[id(value)]

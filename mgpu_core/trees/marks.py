@@ -43,20 +43,20 @@ def held_by(obj: Any) -> dict[str, Any]:
 
 
 def _variables_of(function: FunctionType) -> dict[str, Any]:
-    code, found = function.__code__, {}
+    code, variables = function.__code__, {}
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         try:
-            found[name] = cell.cell_contents
+            variables[name] = cell.cell_contents
         except ValueError:  # it is empty
             continue
     for name in code.co_names:
         value = function.__globals__.get(name)
         if value is not None and not isinstance(value, (*_CODE, FunctionType)):
-            found[name] = value
+            variables[name] = value
     names = code.co_varnames[: code.co_argcount]
     defaults = function.__defaults__ or ()
-    found |= dict(zip(names[len(names) - len(defaults) :], defaults, strict=True))
-    return found | (function.__kwdefaults__ or {}) | function.__dict__
+    variables |= dict(zip(names[len(names) - len(defaults) :], defaults, strict=True))
+    return variables | (function.__kwdefaults__ or {}) | function.__dict__
 
 
 def _own_attributes(module: Module) -> dict[str, Any]:

@@ -25,9 +25,9 @@ _DEPTH = 8  # of nests in which saved activations are looked for
 
 def leaf_like(parameter: Parameter, value: torch.Tensor) -> Parameter:
     """Return a Parameter of its own with the memory of ``value``: the same class, attributes and ``requires_grad``."""
-    made: Parameter = torch.Tensor._make_subclass(type(parameter), value.detach(), parameter.requires_grad)
-    give_attributes([parameter], [made])
-    return made
+    leaf: Parameter = torch.Tensor._make_subclass(type(parameter), value.detach(), parameter.requires_grad)
+    give_attributes([parameter], [leaf])
+    return leaf
 
 
 def give_attributes(tensors: Iterable[torch.Tensor], copies: Iterable[torch.Tensor]) -> None:
@@ -65,13 +65,13 @@ def copy_module(net: M, shared: Mapping[int, Any] | None = None) -> M:
         rewire_hooks(copied, memo)
         return copied
     except Exception as error:
-        found = _uncopied(net)
-        if found is None and (text := wrapped_of(net)) is not None:
+        path = _uncopied(net)
+        if path is None and (text := wrapped_of(net)) is not None:
             raise TypeError(f"{text}, which cannot be copied: use place() or Pipeline") from error
-        if found is None:
+        if path is None:
             raise
         raise TypeError(
-            f"{found} cannot be copied, and each rank needs a copy of its own: {error}. Make it in the forward, or "
+            f"{path} cannot be copied, and each rank needs a copy of its own: {error}. Make it in the forward, or "
             "give its class a __deepcopy__"
         ) from error
 
@@ -80,18 +80,18 @@ def _tensors_below(value: Any, depth: int) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif depth and isinstance(value, dict | list | tuple | set):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _tensors_below(each, depth - 1)
+        for entry in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_below(entry, depth - 1)
 
 
 def _uncopied(net: Module) -> str | None:
     """Return the path of the first attribute that cannot be copied."""
-    own = {id(each): each for each in chain(net.modules(), parameters_of(net), net.buffers())}
+    memo = {id(each): each for each in chain(net.modules(), parameters_of(net), net.buffers())}
     for path, module in net.named_modules():
         for name, value in vars(module).items():
             if name not in _TABLES:
                 try:
-                    copy.deepcopy(value, dict(own))
+                    copy.deepcopy(value, dict(memo))
                 except Exception:  # whatever its class says
                     return f"{'.'.join(filter(None, ('net', path, name)))} (a {type(value).__name__})"
     return None

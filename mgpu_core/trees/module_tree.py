@@ -33,13 +33,13 @@ __all__ = [
 def modules_of(module: Module) -> list[Module]:
     """Return the module and all below it, each once."""
     seen = {id(module)}
-    found = [module]
-    for each in found:
-        for child in each._modules.values():
+    modules = [module]
+    for parent in modules:
+        for child in parent._modules.values():
             if child is not None and id(child) not in seen:
                 seen.add(id(child))
-                found.append(child)
-    return found
+                modules.append(child)
+    return modules
 
 
 def named_parameters_of(module: Module) -> Iterator[tuple[str, Parameter]]:
@@ -54,10 +54,10 @@ def parameters_of(module: Module) -> list[Parameter]:
 
 def tensors_of(module: Module) -> list[torch.Tensor]:
     """Return parameters and buffers of all modules; shared ones as often as they are found."""
-    found: list[torch.Tensor | None] = []
-    for each in modules_of(module):
-        found += [*each._parameters.values(), *each._buffers.values()]
-    return [tensor for tensor in found if tensor is not None]
+    tensors: list[torch.Tensor | None] = []
+    for submodule in modules_of(module):
+        tensors += [*submodule._parameters.values(), *submodule._buffers.values()]
+    return [tensor for tensor in tensors if tensor is not None]
 
 
 def check_initialised(tensors: Iterable[torch.Tensor], cut: Module | None = None) -> None:
@@ -82,8 +82,8 @@ def check_initialised(tensors: Iterable[torch.Tensor], cut: Module | None = None
 def wrapped_of(net: Module) -> str | None:
     """Return which tensor of a module is made of others, such as quantized weights, as a sentence's beginning."""
     named = chain(net.named_parameters(), net.named_buffers())
-    found = ((name, each) for name, each in named if is_traceable_wrapper_subclass(each))
-    return next((f"{name} of {type(net).__name__} is a {type(each).__name__}" for name, each in found), None)
+    wrapped = ((name, each) for name, each in named if is_traceable_wrapper_subclass(each))
+    return next((f"{name} of {type(net).__name__} is a {type(each).__name__}" for name, each in wrapped), None)
 
 
 class _Kind:
@@ -116,12 +116,12 @@ _KEPT = 4096  # entries, which classes made in a loop could otherwise fill witho
 
 
 def _kind_of(kind: type[Module]) -> _Kind:
-    found = _kinds.get(kind)
-    if found is None:
+    facts = _kinds.get(kind)
+    if facts is None:
         if len(_kinds) >= _KEPT:
             _kinds.clear()
-        found = _kinds[kind] = _Kind(kind)
-    return found
+        facts = _kinds[kind] = _Kind(kind)
+    return facts
 
 
 def is_compile_wrapper(kind: type[Module]) -> bool:
@@ -253,7 +253,7 @@ class ModuleTree:
 
     def _numbered(self, named: Any, tensors: list[Any]) -> list[tuple[str, int]]:
         """Return (name, index) of those that are there; appends new ones to ``tensors``."""
-        found: list[tuple[str, int]] = []
+        numbered: list[tuple[str, int]] = []
         indices, count = self._tensor_indices, len(tensors)
         for name, tensor in named.items():
             if tensor is not None:
@@ -261,8 +261,8 @@ class ModuleTree:
                 if index == count:
                     tensors += (tensor,)
                     count += 1
-                found += ((name, index),)
-        return found
+                numbered += ((name, index),)
+        return numbered
 
     @property
     def modes(self) -> bytes:

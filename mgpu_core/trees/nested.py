@@ -154,8 +154,8 @@ class Tree:
                 return f"All dicts must have the same number of keys: {text}"  # as torch words it
             return text
         for name, mine, theirs in zip(self.names, self.children, other.children, strict=True):
-            if found := mine.difference(theirs, root + name):
-                return found
+            if reason := mine.difference(theirs, root + name):
+                return reason
         return None
 
 
@@ -204,8 +204,8 @@ def flatten(
         return LEAF
     if kind is tuple and set(map(type, obj)) <= _BARE:  # as most inputs are: there is no need to open it
         if not whole and not set(map(_form_of, obj)) <= _DIVISIBLE:
-            for index, each in enumerate(obj):
-                _refuse_undivided(each, f"{path}[{index}]")
+            for index, tensor in enumerate(obj):
+                _refuse_undivided(tensor, f"{path}[{index}]")
         leaves += obj
         return _tuple_of(len(obj))
     if kind is dict and not obj:
@@ -215,11 +215,11 @@ def flatten(
             _refuse_undivided(obj, path)
         leaves.append(obj)
         return LEAF
-    found = opened(obj)
-    if found is None:
+    container = opened(obj)
+    if container is None:
         leaves.append(obj)
         return LEAF
-    names, values, build = found
+    names, values, build = container
     if like is not None and isinstance(obj, Mapping):
         names, values = _in_order_of(like, list(names), list(values))
     names = tuple(names)
@@ -267,8 +267,8 @@ def flatten_alike(objects: Sequence[Any], name: str) -> tuple[Tree, list[list[An
     rows: list[list[Any]] = [[] for _ in objects]
     first = flatten(objects[0], rows[0], name)
     for rank in range(1, len(rows)):
-        if found := first.difference(flatten(objects[rank], rows[rank], name, like=first), name):
-            raise ValueError(f"the ranks' {name} differ in structure: {found}")
+        if reason := first.difference(flatten(objects[rank], rows[rank], name, like=first), name):
+            raise ValueError(f"the ranks' {name} differ in structure: {reason}")
     return first, rows
 
 

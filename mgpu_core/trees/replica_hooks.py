@@ -79,31 +79,31 @@ def users_hooks(module: Module) -> list[Any]:
     return [each for each in hooks if not isinstance(each, bool) and not str(each.__module__).startswith("mgpu_core.")]
 
 
-def own_hooks(attributes: dict[str, Any], made: Mapping[int, Any]) -> dict[str, Any]:
+def own_hooks(attributes: dict[str, Any], replicas: Mapping[int, Any]) -> dict[str, Any]:
     """Return tables of hooks for the replica of a module with hooks.
 
     Args:
         attributes: of the module.
-        made: the replica of each module, by the id of the module; of a container that replicas have copies of, too.
+        replicas: the replica of each module, by the id of the module; of a container that replicas have copies of, too.
     """
     return {
-        name: OrderedDict((key, _rewired(hook, made)) for key, hook in attributes[name].items())
+        name: OrderedDict((key, _rewired(hook, replicas)) for key, hook in attributes[name].items())
         for name in DICTIONARIES
         if name in attributes
     }
 
 
-def rewire_hooks(copied: Module, made: Mapping[int, Any]) -> None:
+def rewire_hooks(copied: Module, copies: Mapping[int, Any]) -> None:
     """Let hooks of a copied module mean the copies, by the ids of the originals, also in variables of closures."""
-    for each in copied.modules():
-        if have_hooks(vars(each)):
-            vars(each).update(own_hooks(vars(each), made))
+    for module in copied.modules():
+        if have_hooks(vars(module)):
+            vars(module).update(own_hooks(vars(module), copies))
 
 
-def _rewired(hook: Any, made: Mapping[int, Any]) -> Any:
+def _rewired(hook: Any, replacements: Mapping[int, Any]) -> Any:
     if type(hook) is not FunctionType or not hook.__closure__:
-        return rewired(hook, dict(made))
-    return _with_cells(hook, lambda value: made.get(id(value), value))
+        return rewired(hook, dict(replacements))
+    return _with_cells(hook, lambda value: replacements.get(id(value), value))
 
 
 def hook_that_reaches(replica: Module, originals: Collection[int]) -> str | None:

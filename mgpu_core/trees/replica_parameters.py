@@ -91,8 +91,8 @@ def as_parameters(originals: Sequence[Parameter], rows: Iterable[Sequence[torch.
 
 def _class_for(kind: type) -> type:
     is_replicas = issubclass(kind, ReplicaParameter)  # of a replica that is replicated again
-    found = _classes[kind] = kind if is_replicas else type(kind.__name__, (ReplicaParameter, kind), {})
-    return found
+    replica_class = _classes[kind] = kind if is_replicas else type(kind.__name__, (ReplicaParameter, kind), {})
+    return replica_class
 
 
 def follow_attributes(originals: Sequence[torch.Tensor], rows: Iterable[Sequence[torch.Tensor]]) -> None:

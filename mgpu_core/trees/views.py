@@ -55,8 +55,8 @@ TABLES = {
 
 def attributes_of(module: Module) -> dict[str, Any]:
     """Return the attributes of a module but for torch's own, and a forward that stands in for its own."""
-    found = vars(module).items()
-    return {name: value for name, value in found if name not in TABLES and not isinstance(value, OwnForward)}
+    attributes = vars(module).items()
+    return {name: value for name, value in attributes if name not in TABLES and not isinstance(value, OwnForward)}
 
 
 def build_replicas(
@@ -65,9 +65,9 @@ def build_replicas(
     compiled: Sequence[Sequence[tuple[int, Any]]],
 ) -> list[Any]:
     """Return a replica per rank, of its parameters, which become :class:`ReplicaParameter`, and its buffers."""
-    made = [build_replica(tree, *row, calls)[0] for row, calls in zip(rows, compiled, strict=True)]
+    replicas = [build_replica(tree, *row, calls)[0] for row, calls in zip(rows, compiled, strict=True)]
     as_parameters(tree.parameters, [parameters for parameters, _ in rows])
-    return made
+    return replicas
 
 
 def build_replica(
@@ -103,13 +103,13 @@ def build_replica(
         if replica_hooks.SHARES_HOOKS not in replica.__dict__:
             hooked += ((node, replica),)
     if tree.has_holders or hooked:
-        made = {key: replicas[index] for key, index in tree.indices.items()}
+        replicas_by_id = {key: replicas[index] for key, index in tree.indices.items()}
         for node, replica in hooked:
-            replica.__dict__.update(own_hooks(node.module.__dict__, made))
+            replica.__dict__.update(own_hooks(node.module.__dict__, replicas_by_id))
             held += [(replica, name) for name in DICTIONARIES]
         for node, replica in zip(tree.nodes, replicas, strict=True):
             for name in node.holders:
-                replica.__dict__[name] = rewired(node.module.__dict__[name], made)
+                replica.__dict__[name] = rewired(node.module.__dict__[name], replicas_by_id)
                 held.append((replica, name))
     for index, function in compiled:
         replicas[index].__dict__[_COMPILED] = MethodType(function, replicas[index])
@@ -127,14 +127,14 @@ def _attributes(
 ) -> dict[str, Any]:
     """Return a replica's ``__dict__``: its tensors and modules are its own, other attributes are the module's."""
     original = node.module.__dict__
-    own: dict[str, Any] = dict.fromkeys(node.absent) if node.absent else {}
-    attributes = {**original, "_is_replica": True, "_former_parameters": own, "_parameters": own}
+    table: dict[str, Any] = dict.fromkeys(node.absent) if node.absent else {}
+    attributes = {**original, "_is_replica": True, "_former_parameters": table, "_parameters": table}
     # Written out: a call per module and rank would cost more than it does.
     has_hooks = original["_forward_hooks"] or original["_forward_pre_hooks"]
     if not (has_hooks or original["_backward_hooks"] or original["_backward_pre_hooks"]):
         attributes |= NO_HOOKS
     for name, index in node.parameters:
-        own[name] = parameters[index]
+        table[name] = parameters[index]
     if buffers is not None:
         below = attributes["_buffers"] = {**original["_buffers"]}
         for name, index in node.buffers:
@@ -247,8 +247,8 @@ class StandIns:
         return [
             name
             for _, other, before in self._made
-            for name, each in other._modules.items()
-            if each is not before["_modules"].get(name)
+            for name, child in other._modules.items()
+            if child is not before["_modules"].get(name)
         ]
 
 
@@ -272,14 +272,14 @@ class ModuleView(StandIns):
         self._views: dict[int, tuple[Module, Module]] = {}
         self.copies = FilledCopies()
         self.root = self._viewed(root)
-        made = {**self.copies.of_originals, **{owner: view for owner, (_, view) in self._views.items()}}
+        others = {**self.copies.of_originals, **{owner: view for owner, (_, view) in self._views.items()}}
         for _, view in self._views.values():
-            own = vars(view)
-            bound = {name: rewired(value, dict(made)) for name, value in own.items() if isinstance(value, MethodType)}
-            if have_hooks(own):  # a table that means nothing of the view stays, for hooks that the forward registers
-                tables = own_hooks(own, made)
-                bound |= {name: table for name, table in tables.items() if table != own[name]}
-            own.update(bound)
+            state = vars(view)
+            new = {name: rewired(value, dict(others)) for name, value in state.items() if isinstance(value, MethodType)}
+            if have_hooks(state):  # a table that means nothing of the view stays, for hooks that the forward registers
+                tables = own_hooks(state, others)
+                new |= {name: table for name, table in tables.items() if table != state[name]}
+            state.update(new)
         super().__init__(self._views.values())
 
     def _viewed(self, module: Module) -> Module:
@@ -291,8 +291,8 @@ class ModuleView(StandIns):
             self._views[id(module)] = module, view
             for name in self._filled.get(id(module), ()):
                 attributes[name] = self.copies.copied(attributes.get(name))
-            if isinstance(own := attributes.get("forward"), OwnForward):
-                attributes["forward"] = own.of(view)
+            if isinstance(forward := attributes.get("forward"), OwnForward):
+                attributes["forward"] = forward.of(view)
             modules = {name: None if each is None else self._viewed(each) for name, each in module._modules.items()}
             object.__setattr__(view, "__dict__", {**attributes, "_modules": modules})
         return self._views[id(module)][1]
@@ -327,19 +327,19 @@ class OwnForward:
     @property
     def __wrapped__(self) -> Callable[..., Any]:
         """The module's own forward."""
-        own: Callable[..., Any] = self._own or MethodType(type(self.module).forward, self.module)
-        return own
+        forward: Callable[..., Any] = self._own or MethodType(type(self.module).forward, self.module)
+        return forward
 
-    def of(self, view: Module, made: Mapping[int, Any] | None = None) -> OwnForward:
+    def of(self, view: Module, replacements: Mapping[int, Any] | None = None) -> OwnForward:
         """Return such an object for a view of the module.
 
         Args:
             view: the view.
-            made: other objects that take the place of some, by the ids of these.
+            replacements: other objects that take the place of some, by the ids of these.
         """
         other = copy.copy(self)
         other._module, other.is_of_view = weakref.ref(view), True
-        other._own = None if self._own is None else rewired(self._own, {**(made or {}), id(self.module): view})
+        other._own = None if self._own is None else rewired(self._own, {**(replacements or {}), id(self.module): view})
         return other
 
     def remove(self) -> None:

@@ -54,11 +54,11 @@ def parameters_on_meta() -> Iterator[None]:
     def on_meta(module: Module, name: str, parameter: Any) -> Any:
         if parameter is None or parameter.is_meta or threading.get_ident() != here:
             return None
-        made = torch.Tensor._make_subclass(
+        placeholder = torch.Tensor._make_subclass(
             type(parameter), torch.empty_like(parameter, device="meta"), parameter.requires_grad
         )
-        made.__dict__.update(parameter.__dict__)
-        return made
+        placeholder.__dict__.update(parameter.__dict__)
+        return placeholder
 
     def guarded(module: Module, *_: Any) -> None:
         if threading.get_ident() == here:
@@ -68,8 +68,8 @@ def parameters_on_meta() -> Iterator[None]:
     try:
         yield
     finally:
-        for each in hooks:
-            each.remove()
+        for hook in hooks:
+            hook.remove()
 
 
 def _apply_unrounded(
@@ -123,14 +123,14 @@ class Weights:
         for path in _files(Path(source)):
             with self._opened(path) as file:
                 names = {name: rename(name) for name in file.keys()}  # noqa: SIM118
-                for name, own in names.items():
-                    if own not in self._tensors:
-                        surplus += [] if own is None else [name]
-                    elif (shape := tuple(file.get_slice(name).get_shape())) != tuple(self._tensors[own].shape):
-                        own_shape = tuple(self._tensors[own].shape)
-                        raise ValueError(f"{own} has the shape {own_shape}, and {name} in {path} {shape}")
-            self._found[path] = {name: own for name, own in names.items() if own in self._tensors}
-        there = {self._ids[own] for names in self._found.values() for own in names.values()}
+                for name, key in names.items():
+                    if key not in self._tensors:
+                        surplus += [] if key is None else [name]
+                    elif (shape := tuple(file.get_slice(name).get_shape())) != tuple(self._tensors[key].shape):
+                        own_shape = tuple(self._tensors[key].shape)
+                        raise ValueError(f"{key} has the shape {own_shape}, and {name} in {path} {shape}")
+            self._found[path] = {name: key for name, key in names.items() if key in self._tensors}
+        there = {self._ids[key] for names in self._found.values() for key in names.values()}
         missing = [name for name, each in _all_named(root) if name in kept and id(each) not in there]
         if missing or surplus:
             raise ValueError(
@@ -157,24 +157,24 @@ class Weights:
 
     def tensors(self) -> Iterator[tuple[str, Any, str]]:
         """Yield each tensor once: its name in the module, an open file, and its name there."""
-        for own, path, name in self._places():
+        for key, path, name in self._places():
             with self._opened(path) as file:  # anew: no pages of other tensors stay in memory
-                yield own, file, name
+                yield key, file, name
 
     def _places(self) -> Iterator[tuple[str, Path, str]]:
         """Yield each tensor once: its name in the module, its file, and its name there."""
         done: set[int] = set()
         for path, names in self._found.items():
-            for name, own in names.items():
-                if id(self._tensors[own]) not in done:
-                    done.add(id(self._tensors[own]))
-                    yield own, path, name
+            for name, key in names.items():
+                if id(self._tensors[key]) not in done:
+                    done.add(id(self._tensors[key]))
+                    yield key, path, name
 
     def load(self, device_of: Callable[[torch.Tensor], torch.device]) -> None:
         """Read each tensor, to its device and the dtype of the module; a thread for each device."""
         of_devices: dict[torch.device, list[tuple[str, Path, str]]] = {}
-        for each in self._places():
-            of_devices.setdefault(device_of(self._tensors[each[0]]), []).append(each)
+        for place in self._places():
+            of_devices.setdefault(device_of(self._tensors[place[0]]), []).append(place)
         failed = threading.Event()
         with ThreadPoolExecutor(max(1, len(of_devices)), "mgpu weights") as pool:
             try:
@@ -184,12 +184,12 @@ class Weights:
                 raise
 
     def _load(self, failed: threading.Event, device: torch.device, places: Sequence[tuple[str, Path, str]]) -> None:
-        for own, path, name in places:
+        for key, path, name in places:
             if failed.is_set():
                 return
             with self._opened(path) as file:
-                value = to_device(file.get_tensor(name), device, self._tensors[own].dtype)
-                give_memory(self._tensors[own], value.clone() if device.type == "cpu" else value)
+                value = to_device(file.get_tensor(name), device, self._tensors[key].dtype)
+                give_memory(self._tensors[key], value.clone() if device.type == "cpu" else value)
 
 
 def weights_of(net: Module, source: str | PathLike[str] | None, rename: Rename | None) -> Weights | None:
@@ -200,9 +200,9 @@ def weights_of(net: Module, source: str | PathLike[str] | None, rename: Rename |
     """
     if source is not None:
         files = Weights(net, source, rename)
-        for each in net.modules():  # from now on dtypes may change
-            if isinstance(own := vars(each).get("_apply"), partial) and own.func is _apply_unrounded:
-                del each.__dict__["_apply"]
+        for module in net.modules():  # from now on dtypes may change
+            if isinstance(apply := vars(module).get("_apply"), partial) and apply.func is _apply_unrounded:
+                del module.__dict__["_apply"]
         return files
     if empty := next((name for name, each in net.named_parameters() if each.is_meta), None):
         raise ValueError(f"parameter {empty!r} has no memory: pass weights=, the files that have it")
@@ -216,10 +216,10 @@ def _renaming(root: Module, given: Rename | None) -> Rename:
     table = None if given is not None else _table_of(root)
 
     def rename(name: str) -> str | None:
-        own = name if given is None else given(name)
-        if table is not None and own not in kept:
-            own = table(name, kept)
-        return None if own not in kept and any(re.search(each, name) for each in dropped) else own
+        key = name if given is None else given(name)
+        if table is not None and key not in kept:
+            key = table(name, kept)
+        return None if key not in kept and any(re.search(each, name) for each in dropped) else key
 
     return rename
 
@@ -236,8 +236,8 @@ def _table_of(root: Any) -> Callable[[str, Mapping[str, Any]], str] | None:
     kinds = [[each for each in changes if isinstance(each, getattr(loading, kind))] for kind in _CHANGES]
 
     def table(name: str, kept: Mapping[str, Any]) -> str:
-        own, converter = loading.rename_source_key(name, *kinds, root.base_model_prefix, kept)
-        return name if converter is not None else own  # of one that joins tensors the name alone would not do
+        key, converter = loading.rename_source_key(name, *kinds, root.base_model_prefix, kept)
+        return name if converter is not None else key  # of one that joins tensors the name alone would not do
 
     return table
 
@@ -254,10 +254,10 @@ def _files(source: Path) -> list[Path]:
     if index.is_file():
         listed: Mapping[str, str] = json.loads(index.read_text())["weight_map"]
         return [source / name for name in dict.fromkeys(listed.values())]
-    found = sorted(source.glob("*.safetensors"))
-    if not found:
+    files = sorted(source.glob("*.safetensors"))
+    if not files:
         raise FileNotFoundError(f"{source} has no *.safetensors")
-    return found
+    return files
 
 
 def _all_named(root: Module) -> list[tuple[str, Any]]:

@@ -79,8 +79,8 @@ class FirstCalls:
     def end(self, call: Call, outputs: Sequence[Any] = ()) -> None:
         """Look at a call that has ended well."""
         call.outputs = outputs
-        found = [(observer, left, observer.end(call)) for observer, left in self._observers]
-        now = [(observer, left - (told is not None)) for observer, left, told in found if not told]
+        results = [(observer, left, observer.end(call)) for observer, left in self._observers]
+        now = [(observer, left - (told is not None)) for observer, left, told in results if not told]
         self._observers = [each for each in now if each[1]]
         self.go_on = bool(self._observers)
 

@@ -96,9 +96,9 @@ class Labels(Observer):
         if self._of_outputs and all(each.dim() for each in tensors_in(call.outputs[0])):
             return True
         shifts, rows, names = shifts_labels(call.module), call.rows, _names_of(call.module)
-        found = [count_labels(_named(each, names), shifts=shifts) for each in call.arguments]
-        counts = [int(each) for each in found if each is not None]
-        if len(counts) < len(found):
+        counted = [count_labels(_named(each, names), shifts=shifts) for each in call.arguments]
+        counts = [int(each) for each in counted if each is not None]
+        if len(counts) < len(counted):
             return False
         shares = [(count * sum(rows), each * sum(counts)) for count, each in zip(counts, rows, strict=True)]
         if all(one == other for one, other in shares):

@@ -39,19 +39,19 @@ _NAMED = 5
 
 def given_attributes(replica: Module) -> Given:
     """Return the replica's attributes before its forward pass; for :func:`lost_attributes`."""
-    made = vars(replica).get("_replica_holders", ())
+    holders = vars(replica).get("_replica_holders", ())
     return [
         _Given(
             path,
-            each,
-            dict(vars(each)),
-            dict(each._buffers.items()),
-            {name: dict(vars(one)) for name, one in each._parameters.items() if one is not None},
-            {name: entries_of(vars(each)[name]) for module, name in made if module is each},
+            module,
+            dict(vars(module)),
+            dict(module._buffers.items()),
+            {name: dict(vars(one)) for name, one in module._parameters.items() if one is not None},
+            {name: entries_of(vars(module)[name]) for holder, name in holders if holder is module},
         )
-        for path, each in replica.named_modules()
-        if type(each)._replicate_for_data_parallel is Module._replicate_for_data_parallel  # RNNs keep lists
-        and not type(each).__module__.startswith("mgpu_core.")  # wrappers keep what they have planned
+        for path, module in replica.named_modules()
+        if type(module)._replicate_for_data_parallel is Module._replicate_for_data_parallel  # RNNs keep lists
+        and not type(module).__module__.startswith("mgpu_core.")  # wrappers keep what they have planned
     ]
 
 

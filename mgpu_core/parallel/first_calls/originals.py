@@ -34,10 +34,10 @@ class Originals(Observer):
         if isinstance(call.called[-1], Module):
             _look_at_hooks(call, tree.indices.keys())
         # Where ranks meet, the graph of each goes on in those of the others: nothing can be told from it.
-        own = frozenset() if tree.ranks_meet else frozenset(map(id, tree.parameters))
+        originals = frozenset() if tree.ranks_meet else frozenset(map(id, tree.parameters))
         used = call.kept[self] = set()
         # Rank 0 may have parameters of the module itself.
-        call.called = [*call.called[:1], *(partial(_watched, each, own, used) for each in call.called[1:])]
+        call.called = [*call.called[:1], *(partial(_watched, each, originals, used) for each in call.called[1:])]
 
     def end(self, call: Call) -> bool:
         used = call.kept[self]
@@ -63,16 +63,16 @@ def _look_at_hooks(call: Call, modules: Collection[int]) -> None:
         )
 
 
-def _watched(called: Callable[..., Any], own: Collection[int], used: set[int], *args: Any, **kwargs: Any) -> Any:
+def _watched(called: Callable[..., Any], originals: Collection[int], used: set[int], *args: Any, **kwargs: Any) -> Any:
     """Call a replica, and note which parameters of the module itself it has used."""
     outputs = called(*args, **kwargs)
-    used.update({id(each) for each in _parameters_between((args, kwargs), outputs)}.intersection(own))
+    used.update({id(each) for each in _parameters_between((args, kwargs), outputs)}.intersection(originals))
     return outputs
 
 
 def _parameters_between(inputs: Any, outputs: Any) -> list[torch.Tensor]:
     """Return the leaves of the outputs' graph, up to the inputs and the copies of parameters."""
-    found: list[torch.Tensor] = []
+    leaves: list[torch.Tensor] = []
     waiting: list[Any] = [each.grad_fn for each in tensors_in(outputs)]
     seen: set[Any] = {None, *(each.grad_fn for each in tensors_in(inputs))}
     while waiting:
@@ -81,7 +81,7 @@ def _parameters_between(inputs: Any, outputs: Any) -> list[torch.Tensor]:
             seen.add(node)
             leaf = getattr(node, "variable", None)
             if leaf is not None:
-                found.append(leaf)
+                leaves.append(leaf)
             elif type(node).__name__ != _COPIES:
                 waiting += [each for each, _ in node.next_functions]
-    return found
+    return leaves

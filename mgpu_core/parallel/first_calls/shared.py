@@ -37,24 +37,24 @@ class SharedObjects(Observer):
         read = {id(value) for value in ({} if self._used_by is None else held_by(self._used_by)).values()}
         named: dict[str, Any] = {}
         of_hooks: dict[str, Any] = {}
-        for path, each in module.named_modules():
+        for path, submodule in module.named_modules():
             prefix = f"{path}." if path else ""
-            named |= {f"{prefix}{name}": value for name, value in vars(each).items() if name not in TORCHS}
-            for hook in users_hooks(each):
+            named |= {f"{prefix}{name}": value for name, value in vars(submodule).items() if name not in TORCHS}
+            for hook in users_hooks(submodule):
                 place = f"of a hook on {path or 'the module'}"
                 of_hooks |= {f"{name} {place}": value for name, value in held_by(hook).items()}
-        own = set(map(id, named.values())) if self._of_hooks else set()
+        attribute_ids = set(map(id, named.values())) if self._of_hooks else set()
         named = {} if self._of_hooks else named
-        named |= {name: value for name, value in of_hooks.items() if id(value) not in own}
+        named |= {name: value for name, value in of_hooks.items() if id(value) not in attribute_ids}
         named = {name: value for name, value in named.items() if _is_shared(value)}
         self._read |= {name for name, value in named.items() if id(value) in read}
         return marks_of(named)
 
     def _changed_again(self, call: Call) -> list[str]:
         """Return the names of all that the call has changed, and one before it had."""
-        found = [name for name in self.changed(call) if name not in self._read]
-        names = [name for name in found if name in self._changed]
-        self._changed.update(found)
+        changes = [name for name in self.changed(call) if name not in self._read]
+        names = [name for name in changes if name in self._changed]
+        self._changed.update(changes)
         return names
 
     def begin(self, call: Call) -> None:

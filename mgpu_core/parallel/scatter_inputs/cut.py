@@ -313,14 +313,14 @@ class Arguments:
                     raise IndexError(
                         f"{self.path(position)} has shape {tuple(leaf.shape)} and cannot be cut along dimension {dim}"
                     )
-                found = leaf.shape[dim]
+                size = leaf.shape[dim]
             elif isinstance(leaf, Rows | RankParts):
-                found = rows_of(leaf, dim)
+                size = rows_of(leaf, dim)
             else:
                 continue
             if first is None:
-                first, rows = position, found
-            elif found != rows:
+                first, rows = position, size
+            elif size != rows:
                 raise ValueError(disagreement(self.leaves, self.path, (first, position), dim))
         return rows
 

@@ -32,9 +32,9 @@ def convert_sync_batchnorm(module: M) -> M:
         TypeError: a layer whose class has a forward of its own, or parametrizations; before anything is changed.
         ValueError: a lazy layer that has not seen an input yet; before anything is changed.
     """
-    for each in modules_of(module):
-        if _is_convertible(each):
-            _refuse_special(each)
+    for layer in modules_of(module):
+        if _is_convertible(layer):
+            _refuse_special(layer)
     converted: M = _convert(module, {})
     return converted
 
@@ -69,7 +69,7 @@ def _convert(module: Any, known: dict[int, Module]) -> Any:
 
 def _converted(layer: _BatchNorm) -> SyncBatchNorm:
     """Return all that the layer has, the very same: parameters, buffers, hooks, attributes of the user's own."""
-    made = SyncBatchNorm.__new__(SyncBatchNorm)
-    made.__dict__.update(layer.__dict__, _compiled_call_impl=None)
-    made._begin()
-    return made
+    converted = SyncBatchNorm.__new__(SyncBatchNorm)
+    converted.__dict__.update(layer.__dict__, _compiled_call_impl=None)
+    converted._begin()
+    return converted

@@ -45,9 +45,9 @@ def of_all_ranks(
         devices_and_streams = run.team.devices, run.streams
         outputs = _Joint.apply(devices_and_streams, eps, len(inputs), *inputs, *weights, *biases)
     ranks = len(inputs)
-    own = [output if graph else output.detach() for output, graph in zip(outputs[:ranks], grad_modes, strict=True)]
+    results = [output if graph else output.detach() for output, graph in zip(outputs[:ranks], grad_modes, strict=True)]
     means, variances = outputs[ranks : 2 * ranks], outputs[2 * ranks :]
-    return [(own[rank], means[rank], variances[rank], rows) for rank in range(ranks)]
+    return [(results[rank], means[rank], variances[rank], rows) for rank in range(ranks)]
 
 
 class _Joint(torch.autograd.Function):
@@ -60,8 +60,8 @@ class _Joint(torch.autograd.Function):
         means, centred, variances = _statistics(inputs, rows)
         scales = [(variance + eps).rsqrt() for variance in variances]
         outputs = [
-            _affine(each * _along(scale, each), weight, bias).to(given.dtype)
-            for each, scale, weight, bias, given in zip(centred, scales, weights, biases, inputs, strict=True)
+            _affine(values * _along(scale, values), weight, bias).to(given.dtype)
+            for values, scale, weight, bias, given in zip(centred, scales, weights, biases, inputs, strict=True)
         ]
         ctx.devices_and_streams, ctx.eps, ctx.ranks, ctx.rows, ctx.whole_step = (
             devices_and_streams,
@@ -84,8 +84,8 @@ class _Joint(torch.autograd.Function):
                 means, _, variances = _statistics(inputs, ctx.rows)
                 scales = [(variance + ctx.eps).rsqrt() for variance in variances]
             normal = [
-                (_wide(each) - _along(mean, each)) * _along(scale, each)
-                for each, mean, scale in zip(inputs, means, scales, strict=True)
+                (_wide(given) - _along(mean, given)) * _along(scale, given)
+                for given, mean, scale in zip(inputs, means, scales, strict=True)
             ]
             gradients = [_wide(each) for each in grads[:ranks]]
             to_weights = [(each * x).sum(_all_but_1(x)) for each, x in zip(gradients, normal, strict=True)]
@@ -99,8 +99,8 @@ class _Joint(torch.autograd.Function):
                 for g, x, flat, slope, scale, given in zip(by_weight, normal, level, along, scales, inputs, strict=True)
             ]
             to_affine = [
-                None if dtype is None else each.to(dtype)
-                for each, dtype in zip((*to_weights, *to_biases), ctx.affine_dtypes, strict=True)
+                None if dtype is None else grad.to(dtype)
+                for grad, dtype in zip((*to_weights, *to_biases), ctx.affine_dtypes, strict=True)
             ]
         return None, None, None, *to_inputs, *to_affine
 

@@ -44,11 +44,11 @@ class SyncBatchNorm(_BatchNorm):
     def _check_input_dim(self, input: torch.Tensor) -> None:  # noqa: A002  # torch's name
         if input.dim() < 2:
             raise ValueError(f"expected at least 2 dimensions, got {input.dim()}")
-        own = {"weight": self.weight, "bias": self.bias, "running_mean": self.running_mean}
-        for name, each in own.items():
-            if each is not None and each.numel() != input.shape[1]:
+        values = {"weight": self.weight, "bias": self.bias, "running_mean": self.running_mean}
+        for name, value in values.items():
+            if value is not None and value.numel() != input.shape[1]:
                 raise ValueError(
-                    f"expected {each.numel()} channels in dimension 1, one per number of {name}, got {input.shape[1]} "
+                    f"expected {value.numel()} channels in dimension 1, one per number of {name}, got {input.shape[1]} "
                     f"in an input of shape {tuple(input.shape)}"
                 )
 

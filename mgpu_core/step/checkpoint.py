@@ -44,9 +44,9 @@ def load_state(state: Any, net: Module, optimizer: Optimizer) -> None:
         raise ValueError(f"the state has no {min(missing)}")
     _check_fits(state["module"], net.state_dict())
     groups = [len(group["params"]) for group in state["optimizer"]["param_groups"]]
-    own = [len(group["params"]) for group in optimizer.param_groups]
-    if groups != own:
-        raise ValueError(f"the state's optimizer has groups of {groups} parameters, this one of {own}")
+    wanted = [len(group["params"]) for group in optimizer.param_groups]
+    if groups != wanted:
+        raise ValueError(f"the state's optimizer has groups of {groups} parameters, this one of {wanted}")
     check_groups(state["optimizer"], optimizer)
     random = state["random"]["cpu"].cpu()
     torch.Generator().set_state(random)  # it is one
@@ -66,35 +66,35 @@ def check_groups(state: dict[str, Any], optimizer: Optimizer) -> None:
             )
 
 
-def _check_fits(state: dict[str, Any], own: dict[str, Any]) -> None:
-    if missing := own.keys() - state.keys():
+def _check_fits(state: dict[str, Any], module_state: dict[str, Any]) -> None:
+    if missing := module_state.keys() - state.keys():
         raise ValueError(f"the state has no {min(missing)}, which the module has")
-    if more := state.keys() - own.keys():
+    if more := state.keys() - module_state.keys():
         raise ValueError(f"the state has {min(more)}, which the module does not have")
-    for name, value in own.items():
+    for name, value in module_state.items():
         if torch.is_tensor(value) and value.shape != state[name].shape:
             raise ValueError(
                 f"{name} is {tuple(state[name].shape)} in the state and {tuple(value.shape)} in the module"
             )
 
 
-def compact_copy(value: Any, made: dict[Any, torch.Tensor] | None = None) -> Any:
+def compact_copy(value: Any, copies: dict[Any, torch.Tensor] | None = None) -> Any:
     """Return a copy of a nest whose tensors have memory of their own: ``torch.save`` writes all that a view is of.
 
     Args:
-        made: the copies so far, by memory: weights that are tied stay one.
+        copies: those made so far, by memory: weights that are tied stay one.
     """
-    made = {} if made is None else made
+    copies = {} if copies is None else copies
     if isinstance(value, torch.Tensor):
         key = _memory_key(value)
-        if key not in made:
-            made[key] = compact(value)
-        return made[key]
+        if key not in copies:
+            copies[key] = compact(value)
+        return copies[key]
     if isinstance(value, dict):
         copied = copy.copy(value)  # with the version numbers that a module's state carries
-        copied.update({name: compact_copy(each, made) for name, each in value.items()})
+        copied.update({name: compact_copy(each, copies) for name, each in value.items()})
         return copied
-    return [compact_copy(each, made) for each in value] if isinstance(value, list) else copy.deepcopy(value)
+    return [compact_copy(each, copies) for each in value] if isinstance(value, list) else copy.deepcopy(value)
 
 
 def _memory_key(tensor: torch.Tensor) -> Any:
@@ -117,16 +117,16 @@ def _set_accelerator_states(states: list[torch.Tensor]) -> None:
 
 def _accelerators() -> tuple[Any, int]:
     """Return the module of the accelerators that are here, and how many of them have random states."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    module: Any = None if found is None else getattr(torch, found.type)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    module: Any = None if accelerator is None else getattr(torch, accelerator.type)
     return module, module.device_count() if hasattr(module, "get_rng_state") else 0
 
 
 def first_difference(replicas: Replicas) -> tuple[str, int] | None:
     """Return the first parameter that is not the same on all ranks, and the first rank where it is not."""
     for i, name in enumerate(replicas.names):
-        own = bytes_of(replicas.own[i].detach())  # NaN equals NaN, and -0 does not equal 0
+        wanted = bytes_of(replicas.own[i].detach())  # NaN equals NaN, and -0 does not equal 0
         for rank in replicas.team.ranks:
-            if not torch.equal(to_device(bytes_of(replicas.parameters[rank][i].detach()), own.device), own):
+            if not torch.equal(to_device(bytes_of(replicas.parameters[rank][i].detach()), wanted.device), wanted):
                 return name, rank
     return None

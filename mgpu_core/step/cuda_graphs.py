@@ -120,10 +120,10 @@ class CapturedSteps:
     def _buffers_kept(self) -> Iterator[None]:
         """Raise RuntimeError if a recording, which computes nothing, puts another tensor in place of a buffer."""
         before = [
-            (each._buffers, name, buffer)
+            (module._buffers, name, buffer)
             for modules in self._modules
-            for each in modules_of(modules.kept[0])
-            for name, buffer in each._buffers.items()
+            for module in modules_of(modules.kept[0])
+            for name, buffer in module._buffers.items()
             if buffer is not None
         ]
         replaced = []

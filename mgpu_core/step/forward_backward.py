@@ -74,8 +74,8 @@ def way_to_pass(inputs: tuple[Any, ...]) -> str:
 
 def seed(parts: Sequence[RankPart], window: Window, rows: Sequence[int]) -> None:
     """Set the factors of each part's loss before backward."""
-    for part, each in zip(parts, window.seeds(rows), strict=True):
-        part.seed = each
+    for part, factor in zip(parts, window.seeds(rows), strict=True):
+        part.seed = factor
     if window.is_whole and len(parts) == 1:
         return
     elements = 0
@@ -174,8 +174,8 @@ class ForwardBackward:
         keep_outputs: bool,
     ) -> tuple[list[RankLoss], list[int], Any]:  # fmt: skip
         """Do as :meth:`run_apart`, and join the outputs; ``None`` unless they are kept."""
-        losses, weighed, each = self.run_apart(window, parts, rows, inputs, keep_outputs)
-        return losses, weighed, self.joined(each, rows) if keep_outputs else None
+        losses, weighed, outputs = self.run_apart(window, parts, rows, inputs, keep_outputs)
+        return losses, weighed, self.joined(outputs, rows) if keep_outputs else None
 
     def run_apart(
         self, window: Window | None, parts: Sequence[RankPart], rows: list[int], inputs: tuple[Any, ...],
@@ -214,8 +214,8 @@ class ForwardBackward:
                 watched, whole.state = self._first_losses.begin(Call(self._net.module, rows=rows)), self._gathered_reads
             if window is not None:
                 seed([whole], window, weighed)
-            loss, outputs = self._run_gathered(parts, rows, clocks, whole, backward=window is not None)
-            losses, each = [loss], [outputs]
+            loss, output = self._run_gathered(parts, rows, clocks, whole, backward=window is not None)
+            losses, outputs = [loss], [output]
             if watched is not None:
                 self._first_losses.end(watched)
         else:
@@ -225,10 +225,10 @@ class ForwardBackward:
             elif len(parts) > 1:
                 for part in parts:
                     part.unit = 1.0
-            losses, each = self.run_parts(parts, clocks, backward=window is not None, keep_outputs=keep_outputs)
+            losses, outputs = self.run_parts(parts, clocks, backward=window is not None, keep_outputs=keep_outputs)
         if clocks:
             plan.take_times(rows, clocks)
-        return losses, weighed, each
+        return losses, weighed, outputs
 
     def run_parts(
         self, parts: Sequence[RankPart], clocks: Sequence[RankClock], *, backward: bool, keep_outputs: bool
@@ -236,14 +236,14 @@ class ForwardBackward:
         """Do the same for a loss per rank."""
         if self._is_bare and not clocks:
             module, joint = self._net.module, False
-            found = [self._work(module, self._alone, 0, parts[0], backward=backward, keep_outputs=keep_outputs)]
+            results = [self._work(module, self._alone, 0, parts[0], backward=backward, keep_outputs=keep_outputs)]
         else:
             count = len(parts)
             joint = backward and count > 1 and self._is_joint(parts)
             loss_fns = self._loss.of_ranks(count) if isinstance(self._loss, RankModules) else [self._loss] * count
             work = partial(self._work, backward=backward and not joint, keep_outputs=keep_outputs)
-            found = self._over_ranks(work, parts, clocks, loss_fns)
-        losses, outputs = map(list, zip(*found, strict=True)) if found else ([], [])
+            results = self._over_ranks(work, parts, clocks, loss_fns)
+        losses, outputs = map(list, zip(*results, strict=True)) if results else ([], [])
         if self._counts_weights and parts[0].unit:
             self.weights.settle(losses)
         if joint:
@@ -274,9 +274,9 @@ class ForwardBackward:
         Returns:
             The loss, detached; the outputs of all ranks on the first device, detached.
         """
-        found = self._over_ranks(self._forward, parts, clocks, [None] * len(parts))
+        rank_outputs = self._over_ranks(self._forward, parts, clocks, [None] * len(parts))
         device = self._team.devices[0]
-        outputs = found[0] if len(found) == 1 else gathered(found, rows, device, self._dim)
+        outputs = rank_outputs[0] if len(rank_outputs) == 1 else gathered(rank_outputs, rows, device, self._dim)
         with self.autocast(device), span("loss", 0, device):
             whole.target = (moved(whole.target[0], device),)
             loss = self.loss_of(outputs, self._alone, whole)
@@ -445,9 +445,9 @@ def differentiate(losses: Sequence[RankLoss], seeds: Sequence[Any]) -> None:
 
 
 def _without_autocast() -> AbstractContextManager[object]:
-    found = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator()
     stack = ExitStack()
-    for kind in {"cpu", "cpu" if found is None else found.type}:
+    for kind in {"cpu", "cpu" if accelerator is None else accelerator.type}:
         stack.enter_context(torch.autocast(kind, enabled=False))
     return stack
 
@@ -458,8 +458,8 @@ def any_has_graph(parts: Sequence[RankPart]) -> bool:
         leaves: Sequence[Any] = part.inputs
         if part.kwargs or not set(map(type, leaves)) <= {torch.Tensor}:
             leaves = tensors_in([part.inputs, part.kwargs])
-        for each in leaves:
-            if each.requires_grad:
+        for tensor in leaves:
+            if tensor.requires_grad:
                 return True
     return False
 

@@ -117,11 +117,11 @@ class GradBuckets:
         self._replicas, self._communication, self.is_empty = replicas, communication, learnt is None
         processes, shards = communication.processes, communication.shards
         parameters = replicas.own
-        found = learnt or BackwardOrder()
-        self.sparse = list(found.sparse)
-        order = list(dict.fromkeys([*found.order, *sorted(found.wanted, reverse=True)]))
+        backward = learnt or BackwardOrder()
+        self.sparse = list(backward.sparse)
+        order = list(dict.fromkeys([*backward.order, *sorted(backward.wanted, reverse=True)]))
         order = [i for i in order if i not in self.sparse and has_gradients(parameters[i].dtype)]
-        self._adopted = [i for i in order if i in found.updated or processes is not None]
+        self._adopted = [i for i in order if i in backward.updated or processes is not None]
         kept = {*self._adopted, *self.sparse} if learnt else range(len(parameters))
         self.left_out = [i for i, each in enumerate(parameters) if i not in kept and has_gradients(each.dtype)]
         self.buckets = _buckets_of(parameters, order, communication.options.bucket_nbytes, shards)
@@ -187,8 +187,8 @@ class GradBuckets:
         """Sum a bucket over the devices, each of which holds the sum over its ranks: all of it, or each its part."""
         communication, tensors = self._communication, [flat.gradients[bucket] for flat in self.flats]
         options, processes = communication.options, communication.processes
-        own, wanted = tensors[0].dtype, options.comm_dtype
-        is_cast = wanted is not None and wanted != own and not own.is_complex
+        dtype, wanted = tensors[0].dtype, options.comm_dtype
+        is_cast = wanted is not None and wanted != dtype and not dtype.is_complex
         sent = [tensor.to(wanted) for tensor in tensors] if is_cast else tensors
         firsts = [ranks[0] for ranks in self._replicas.ranks_of]  # what a recording calls the devices
         if communication.hook is not None:
@@ -200,8 +200,8 @@ class GradBuckets:
         else:
             dispatch.all_reduce_into(sent, "sum", options.algorithm, True, firsts)
         if is_cast:
-            for tensor, each in zip(tensors, sent, strict=True):
-                tensor.copy_(each)
+            for tensor, message in zip(tensors, sent, strict=True):
+                tensor.copy_(message)
 
     def spread(self) -> None:
         """Copy the sums over the processes, which the first device has, to the others."""

@@ -128,12 +128,12 @@ def multiply(sums: Sums, factor: float | torch.Tensor) -> None:
     with torch.no_grad():
         for flats, paddings in zip(sums.parts, sums.padding, strict=True):
             for flat, padding in zip(flats, paddings, strict=True):
-                own = to_device(factor, flat.device) if isinstance(factor, torch.Tensor) else factor
-                flat.mul_(own)
-                if not _is_known_finite(own) and padding.numel():  # it may have become NaN
+                scale = to_device(factor, flat.device) if isinstance(factor, torch.Tensor) else factor
+                flat.mul_(scale)
+                if not _is_known_finite(scale) and padding.numel():  # it may have become NaN
                     flat.index_fill_(0, padding, 0)
-        for each in sums.sparse.values():
-            each.mul_(factor)
+        for grad in sums.sparse.values():
+            grad.mul_(factor)
 
 
 def _is_known_finite(factor: float | torch.Tensor) -> bool:
@@ -170,8 +170,8 @@ def warm_up(sums: Sums) -> None:
     norm = GradientNorm(sample).compute()
     clip = torch.ones((), dtype=torch.float64, device=norm.device)
     for factor in (None, 0.5, norm.reciprocal(), norm.double().reciprocal()):
-        found = factor_of(factor, norm, 1.0)
-        clip.copy_(found) if isinstance(found, torch.Tensor) else clip.fill_(found)
+        scale = factor_of(factor, norm, 1.0)
+        clip.copy_(scale) if isinstance(scale, torch.Tensor) else clip.fill_(scale)
     clip.copy_(norm.reciprocal())
 
 

@@ -44,8 +44,8 @@ class StaticNest:
         tree = flatten(nest, leaves, "batch", whole=True)
         given = [each.detach() for each in _tensors(leaves)]
         self._tensors = [torch.empty_like(each, device=device) for each in given]
-        for static, each in zip(self._tensors, given, strict=True):
-            copy_into(static, each)
+        for static, tensor in zip(self._tensors, given, strict=True):
+            copy_into(static, tensor)
         rest = iter(self._tensors)
         self.nest = tree.unflatten(iter([next(rest) if isinstance(each, torch.Tensor) else each for each in leaves]))
 
@@ -118,11 +118,11 @@ def _key(batch: tuple[Any, ...], settings: Hashable) -> Hashable | None:
     """Return the key of batches that one graph serves; ``None`` if no graph can serve this one."""
     kind, leaves = _taken_apart(batch)
     parts: list[Hashable] = [settings, kind]
-    for each in leaves:
-        if type(each) is torch.Tensor and each.layout is torch.strided and not each.requires_grad:
-            parts.append((tuple(each.shape), each.dtype))
-        elif each is None or isinstance(each, bool | int | float | str):
-            parts.append((type(each), each))
+    for leaf in leaves:
+        if type(leaf) is torch.Tensor and leaf.layout is torch.strided and not leaf.requires_grad:
+            parts.append((tuple(leaf.shape), leaf.dtype))
+        elif leaf is None or isinstance(leaf, bool | int | float | str):
+            parts.append((type(leaf), leaf))
         else:
             return None
     return tuple(parts)

@@ -129,16 +129,16 @@ def joined_aux(losses: Sequence[RankLoss], rows: Sequence[int], reduction: str) 
             raise ValueError(f"rank {rank} gave aux numbers named {list(loss.aux or ())}, and rank 0 {names}")
     device = losses[0].value.device
     weights: Sequence[Any] = [_on(device, loss.weight) for loss in losses if loss.weight is not None] or rows
-    found = {}
+    numbers = {}
     for name in names:
         values = [_aux_number((loss.aux or {})[name], name, device).clone() for loss in losses]  # of the user
         if reduction == "mean":
-            found[name] = weighted_mean(values, weights, device)
+            numbers[name] = weighted_mean(values, weights, device)
             continue
-        found[name] = total_of(values)
+        numbers[name] = total_of(values)
         if reduction == "weighted":
-            found[name] = found[name] / total_of(weights)
-    return found
+            numbers[name] = numbers[name] / total_of(weights)
+    return numbers
 
 
 def _aux_number(value: Any, name: str, device: torch.device) -> torch.Tensor:

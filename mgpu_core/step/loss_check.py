@@ -134,11 +134,11 @@ def compare_losses(
     try:
         with torch.no_grad(), random_numbers_kept(devices):
             numbers = torch.get_rng_state(), numbers_of(devices)
-            found = _gathered(loss_fn, joined_plainly(outputs, rows, dim), target, reduction)
-            if abs(found - ranks) > allowed and not all(each.dim() for each in tensors):
+            gathered = _gathered(loss_fn, joined_plainly(outputs, rows, dim), target, reduction)
+            if abs(gathered - ranks) > allowed and not all(each.dim() for each in tensors):
                 # A number that a forward returns may be a sum over its rows, and not their mean.
                 other = _gathered(loss_fn, joined_plainly(outputs, rows, dim, adds=True), target, reduction)
-                found = other if abs(other - ranks) <= allowed else found
+                gathered = other if abs(other - ranks) <= allowed else gathered
             draws = not torch.equal(numbers[0], torch.get_rng_state()) or any(
                 not torch.equal(now, numbers[1][device]) for device, now in numbers_of(devices).items()
             )
@@ -146,10 +146,10 @@ def compare_losses(
         return LossCheck(None, reason=f"the ranks' outputs cannot be joined as one device would have them: {error}")
     except Exception as error:
         return LossCheck(None, reason=f"the loss of all outputs together failed ({type(error).__name__}: {error})")
-    if draws or not math.isfinite(found):
+    if draws or not math.isfinite(gathered):
         return LossCheck(None, reason="the loss draws random numbers, or is not finite")
-    agrees = abs(found - ranks) <= allowed  # not where a rank's loss is NaN: a mean over no labels, for example
-    return LossCheck(agrees, ranks, found, "" if agrees else _ADVICE)
+    agrees = abs(gathered - ranks) <= allowed  # not where a rank's loss is NaN: a mean over no labels, for example
+    return LossCheck(agrees, ranks, gathered, "" if agrees else _ADVICE)
 
 
 def _first_rows(
@@ -166,7 +166,7 @@ def _first_rows(
     kept = [min(count, max(1, int(count * share))) for count in rows]
     counts = [[count, total - count] for count, total in zip(kept, rows, strict=True)]
     heads = [
-        Arguments({"outputs": each}, share=False).slices(its, dim) for each, its in zip(outputs, counts, strict=True)
+        Arguments({"outputs": nest}, share=False).slices(its, dim) for nest, its in zip(outputs, counts, strict=True)
     ]
     fewer = [output for ((output,), _) in heads]
     pieces = Arguments({"target": target}, share=False).slices(list(chain.from_iterable(counts)), dim)

@@ -38,15 +38,15 @@ _SCALES = {
 
 def reduction_of(loss_fn: Any, asked: str) -> str:
     """Return how a loss combines its rows: as a loss of torch does by its own ``reduction``, otherwise as was asked."""
-    own = getattr(loss_fn, "reduction", None)
+    reduction = getattr(loss_fn, "reduction", None)
     if type(loss_fn).__module__ != nn.CrossEntropyLoss.__module__:
-        function, own = _opened(loss_fn)
+        function, keywords = _opened(loss_fn)
         if getattr(function, "__module__", None) != functional.__name__:
             return asked
-        own = own.get("reduction", "mean")
-    if asked == "weighted" or own not in ("mean", "sum", "batchmean"):
+        reduction = keywords.get("reduction", "mean")
+    if asked == "weighted" or reduction not in ("mean", "sum", "batchmean"):
         return asked
-    return "sum" if own == "sum" else "mean"
+    return "sum" if reduction == "sum" else "mean"
 
 
 def _opened(loss_fn: Any) -> tuple[Any, Mapping[str, Any]]:
@@ -88,9 +88,9 @@ class LossWeights:
             result = loss_fn(output, target)
             return result, weight_of(output, target, **self.keywords, result=result)
         if self._is_module:
-            own: Any = loss_fn
-            settings = {"weight": own.weight, "ignore_index": own.ignore_index, "reduction": own.reduction}
-            result = own(output, target)
+            module: Any = loss_fn
+            settings = {"weight": module.weight, "ignore_index": module.ignore_index, "reduction": module.reduction}
+            result = module(output, target)
             return result, weight_of(output, target, **settings, result=result)
         if self.is_known is False:
             return loss_fn(output, target), None
@@ -136,8 +136,8 @@ class _Watch(TorchFunctionMode):
 
     def call_of(self, value: Any) -> tuple[Any, Any] | None:
         """Return the arguments of the call whose result this tensor is, unless it was written since."""
-        found = (call for made, version, call in self._made if made is value and made._version == version)
-        return next(found, None)
+        calls = (call for made, version, call in self._made if made is value and made._version == version)
+        return next(calls, None)
 
     def __enter__(self) -> _Watch:
         _push_mode(self)
@@ -178,9 +178,9 @@ def weight_of(
     if result is not None and type(result.grad_fn).__name__ in _KEEPS_WEIGHT:
         node: Any = result.grad_fn
         if getattr(node._raw_saved_total_weight, "unpack_hook", True) is None:  # a checkpoint would run all again
-            found: torch.Tensor = node._saved_total_weight
-            if found.dtype in (torch.float32, torch.float64):  # half precision cannot count
-                return found.item() if found.is_cpu else found
+            total: torch.Tensor = node._saved_total_weight
+            if total.dtype in (torch.float32, torch.float64):  # half precision cannot count
+                return total.item() if total.is_cpu else total
     kept = target.ne(ignore_index)
     if weight is not None:
         kept = weight.detach()[target.masked_fill(~kept, 0)] * kept

@@ -175,12 +175,12 @@ class OptimizerStep:
                 f"the gradient of {self._replicas.names[buckets.sparse[0]]} is sparse, and the kernels update whole "
                 "buffers: use torch.optim.SparseAdam or torch.optim.SGD"
             )
-        for name, each in zip(self._replicas.names, self._replicas.own, strict=True):
+        for name, param in zip(self._replicas.names, self._replicas.own, strict=True):
             for kind in optimizer.rule.states:
-                kept = optimizer.state.get(each, {}).get(kind)
-                if torch.is_tensor(kept) and kept.shape != each.shape:
+                kept = optimizer.state.get(param, {}).get(kind)
+                if torch.is_tensor(kept) and kept.shape != param.shape:
                     raise ValueError(
-                        f"{name} has shape {tuple(each.shape)}, and the optimizer's {kind} of it {tuple(kept.shape)}: "
+                        f"{name} has shape {tuple(param.shape)}, and the optimizer's {kind} of it {tuple(kept.shape)}: "
                         "after a module was resized, make a new optimizer and a new step"
                     )
         flats = buckets.flats[:1] if self._replicas.is_mixed else buckets.flats

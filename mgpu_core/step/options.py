@@ -137,14 +137,14 @@ class Options:
         """Return the settings that all processes of a step must have in common, by their names."""
         names = "reduction", "accumulate", "clip_norm", "error_if_nonfinite", "amp_dtype", "bucket_nbytes", "comm_dtype"
         shards = len(set(self.team.devices)) if self.shard_optimizer else 1  # the layout depends on it
-        found = {name: getattr(self, name) for name in names}
-        found |= {"shards": shards, "optimizer": type(self.optimizer).__name__}
+        settings = {name: getattr(self, name) for name in names}
+        settings |= {"shards": shards, "optimizer": type(self.optimizer).__name__}
         for i, group in enumerate(self.optimizer.param_groups):
             numbers = {name: float(value) for name, value in group.items() if _is_number(value)}
-            found[f"the optimizer's group {i}"] = numbers | {"parameters": len(group["params"])}
-        for name, each in named_parameters_of(self.module):
-            found[f"parameter {name}"] = tuple(each.shape), each.dtype
-        return found
+            settings[f"the optimizer's group {i}"] = numbers | {"parameters": len(group["params"])}
+        for name, parameter in named_parameters_of(self.module):
+            settings[f"parameter {name}"] = tuple(parameter.shape), parameter.dtype
+        return settings
 
 
 CHANGEABLE = ("accumulate", "clip_norm", "error_if_nonfinite")

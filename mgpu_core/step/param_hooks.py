@@ -53,23 +53,23 @@ class ParameterHooks:
             parts = [row[i].grad for row in self._rows]
             for row in self._rows:
                 row[i].grad = None
-            total, own = None, self._rows[0][i]
+            total, param = None, self._rows[0][i]
             if any(each is not None for each in parts):
-                here = to_device(factor, own.device, own.dtype) if isinstance(factor, torch.Tensor) else factor
-                total = dispatch.reduce_batch([parts], "sum", own.device)[0] * here
+                here = to_device(factor, param.device, param.dtype) if isinstance(factor, torch.Tensor) else factor
+                total = dispatch.reduce_batch([parts], "sum", param.device)[0] * here
                 for hook in self._hooks[i].values():
                     result = hook(total)
                     total = total if result is None else result
                 total = total / here
             kept = self._before[i]
-            own.grad = total if kept is None else kept if total is None else kept + total
+            param.grad = total if kept is None else kept if total is None else kept + total
 
     def give_back(self) -> None:
         """Put the hooks back, next to those that a forward has registered meanwhile."""
         for i, hooks in self._hooks.items():
-            own = self._rows[0][i]
-            meanwhile = own._backward_hooks
-            own._backward_hooks = hooks
+            param = self._rows[0][i]
+            meanwhile = param._backward_hooks
+            param._backward_hooks = hooks
             for hook in (meanwhile or {}).values():
-                own.register_hook(hook)
+                param.register_hook(hook)
         self._hooks = {}

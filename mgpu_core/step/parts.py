@@ -160,8 +160,8 @@ class StepParts:
         buffers.take()
         try:
             with torch.no_grad(), random_numbers_kept(self.replicas.devices):
-                losses, _, each = self.passes.run_apart(None, parts, rows, inputs, True)
-                return self._judge(state, each, inputs[-1], losses, rows)
+                losses, _, outputs = self.passes.run_apart(None, parts, rows, inputs, True)
+                return self._judge(state, outputs, inputs[-1], losses, rows)
         finally:
             buffers.restore()
 
@@ -175,9 +175,9 @@ class StepParts:
         if not self.checks_losses or self.calls & (self.calls - 1) or len(parts) == 1:
             return self.passes.run(window, parts, rows, inputs, keep_outputs)
         state = self.passes.watch_loss(parts[0])
-        losses, weighed, each = self.passes.run_apart(window, parts, rows, inputs, True)
-        outputs = self.passes.joined(each, rows) if keep_outputs else None
-        check = self._judge(state, each, inputs[-1], losses, rows)
+        losses, weighed, rank_outputs = self.passes.run_apart(window, parts, rows, inputs, True)
+        outputs = self.passes.joined(rank_outputs, rows) if keep_outputs else None
+        check = self._judge(state, rank_outputs, inputs[-1], losses, rows)
         if check.agrees is False or state.own or state.side:  # otherwise a later call may say more
             self.checks_losses = False
         return losses, weighed, outputs
@@ -230,9 +230,9 @@ class StepParts:
         Args:
             updates: the call is a step, and not an evaluation.
         """
-        for each in self.modules:
-            if each.is_static or not each.tree.is_current():
-                each.read()
+        for modules in self.modules:
+            if modules.is_static or not modules.tree.is_current():
+                modules.read()
         if not self._is_built or not self.replicas.are_those_of(self.net.tree):
             if self._processes is not None:
                 raise RuntimeError(

@@ -77,28 +77,28 @@ class ProcessSums:
         Raises:
             ValueError: in all processes alike, names the first topic and process that differ.
         """
-        found: list[Any] = [None] * self.count
+        all_facts: list[Any] = [None] * self.count
         with self._on_device():
-            distributed.all_gather_object(found, dict(facts), self._group)
-        for process, theirs in enumerate(found):
-            for topic in found[0] | theirs:
-                wanted, own = found[0].get(topic, "none"), theirs.get(topic, "none")
-                if own != wanted:
-                    raise ValueError(f"processes differ in {topic}: {wanted} in process 0, {own} in process {process}")
+            distributed.all_gather_object(all_facts, dict(facts), self._group)
+        for process, theirs in enumerate(all_facts):
+            for topic in all_facts[0] | theirs:
+                wanted, fact = all_facts[0].get(topic, "none"), theirs.get(topic, "none")
+                if fact != wanted:
+                    raise ValueError(f"processes differ in {topic}: {wanted} in process 0, {fact} in process {process}")
 
     def from_first(self, value: Any) -> Any:
         """Return the value that process 0 passes."""
-        found = [value]
+        objects = [value]
         with self._on_device():
-            distributed.broadcast_object_list(found, self._first, self._group, self._device)
-        return found[0]
+            distributed.broadcast_object_list(objects, self._first, self._group, self._device)
+        return objects[0]
 
     def send_values(self, tensors: Sequence[torch.Tensor]) -> None:
         """Give all processes the values that process 0 has in these tensors, of any dtype."""
         single = [_without_repeats(each.detach()) for each in tensors if each.numel()]
         sent = [each.contiguous() for each in single]
-        for each in sent:
-            self._wait(self._begun(partial(distributed.broadcast, bytes_of(each), self._first), each.device))
+        for message in sent:
+            self._wait(self._begun(partial(distributed.broadcast, bytes_of(message), self._first), message.device))
         if self._is_first:
             return
         for tensor, message in zip(single, sent, strict=True):

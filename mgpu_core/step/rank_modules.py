@@ -70,11 +70,11 @@ class RankModules:
 
     def _made(self, count: int) -> tuple[list[Module], list[list[torch.Tensor]]]:
         tree, leaves = self.tree, self._leaves
-        own = tree.tensors if leaves is None else tree.buffers
-        if own:
+        tensors = tree.tensors if leaves is None else tree.buffers
+        if tensors:
             with span("replicate"):
-                copies = plain_copies(own, self._team.first(count))
-                follow_attributes(own, copies)
+                copies = plain_copies(tensors, self._team.first(count))
+                follow_attributes(tensors, copies)
         else:
             copies = [[]] * count
         if leaves is None:
@@ -86,17 +86,17 @@ class RankModules:
         # The ranks of a compiled module must take turns at the compiler, so rank 0 runs a replica, too.  So it does
         # where replicas live on: all ranks run the module as it was then, and none the one of now.
         calls = compiled_by_rank(tree, count) if tree.is_compiled else [[]] * count
-        made = [] if tree.is_compiled or self.is_static else [self.module]
-        for rank in range(len(made), count):
-            made += (build_replica(tree, *rows[rank], calls[rank])[0],)
-        return made, copies
+        modules = [] if tree.is_compiled or self.is_static else [self.module]
+        for rank in range(len(modules), count):
+            modules += (build_replica(tree, *rows[rank], calls[rank])[0],)
+        return modules, copies
 
     def _refresh(self, replicas: Sequence[Module], copies: Sequence[Sequence[torch.Tensor]]) -> None:
-        own = self.tree.tensors if self._leaves is None else self.tree.buffers
-        if own:
+        tensors = self.tree.tensors if self._leaves is None else self.tree.buffers
+        if tensors:
             with span("replicate"), torch.no_grad():
-                dispatch.broadcast_into(own, list(zip(*copies, strict=True)))
-                follow_attributes(own, copies)
+                dispatch.broadcast_into(tensors, list(zip(*copies, strict=True)))
+                follow_attributes(tensors, copies)
         modes = [node.module.training for node in self.tree.nodes]
         if modes != self._modes:
             self._modes = modes

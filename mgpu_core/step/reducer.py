@@ -152,8 +152,8 @@ class Gradients:
 
     def used(self) -> list[bool]:
         """Return per parameter whether any rank has a gradient of it."""
-        found = [map(is_not, map(_grad_of, row), repeat(None)) for row in self._replicas.parameters]
-        return list(map(any, zip(*found, strict=True))) if len(found) > 1 else list(found[0])
+        flags = [map(is_not, map(_grad_of, row), repeat(None)) for row in self._replicas.parameters]
+        return list(map(any, zip(*flags, strict=True))) if len(flags) > 1 else list(flags[0])
 
     def close(self) -> None:
         """Drop all gradients, and whatever was put on the parameters."""
@@ -172,21 +172,21 @@ class OwnGradients(Gradients):
 
     @property
     def sums(self) -> Sums:
-        found = {i: each.grad for i, each in enumerate(self._replicas.own) if each.grad is not None}
-        dense = [each for each in found.values() if not _is_sparse(each)]
+        grads = {i: each.grad for i, each in enumerate(self._replicas.own) if each.grad is not None}
+        dense = [each for each in grads.values() if not _is_sparse(each)]
         padding = [torch.empty(0, dtype=torch.int64)] * len(dense)
-        return Sums([dense], [padding], dense, {i: each for i, each in found.items() if _is_sparse(each)})
+        return Sums([dense], [padding], dense, {i: each for i, each in grads.items() if _is_sparse(each)})
 
     def norm(self) -> torch.Tensor:
-        found = list(map(_grad_of, self._replicas.own))
-        if self._like is None or NoneType in set(map(type, found)) or not self._like.holds_for(found):
+        grads = list(map(_grad_of, self._replicas.own))
+        if self._like is None or NoneType in set(map(type, grads)) or not self._like.holds_for(grads):
             sums = self.sums
             every_sum = [each.contiguous() for each in sums.every_sum]
             return GradientNorm(Sums(every_sum=every_sum, sparse=sums.sparse)).compute()
         if self._norm is None:
             values = [in_memory_order(each.detach(), each) for each in self._replicas.own]
             self._norm = FlatNorm(values, keeps=False)  # the values may move
-        return self._norm.compute(found)
+        return self._norm.compute(grads)
 
 
 class ReadyCounter:
@@ -441,10 +441,10 @@ class Reducer(Gradients):
         return dispatch.reduce_batch([parts], "sum", self._replicas.devices[0])[0]
 
 
-def _accumulated(reducer: weakref.ref[Reducer], rank: int, i: int) -> None:
-    found = reducer()
-    if found is not None:
-        found._accumulated(rank, i)
+def _accumulated(reducer_ref: weakref.ref[Reducer], rank: int, i: int) -> None:
+    reducer = reducer_ref()
+    if reducer is not None:
+        reducer._accumulated(rank, i)
 
 
 def _remove_all(handles: dict[tuple[int, int], torch.utils.hooks.RemovableHandle]) -> None:

@@ -60,18 +60,18 @@ class Replicas:
         check_initialised(tree.tensors)
         refuse_hooks(net)
         names = {id(parameter): name for name, parameter in named_parameters_of(net)}
-        self.own = own = tree.parameters
-        self._ids = list(map(id, own))
+        self.own = params = tree.parameters
+        self._ids = list(map(id, params))
         self.names = [names[each] for each in self._ids]
         self.devices = list(dict.fromkeys(team.devices))
         self.is_mixed = len({device.type for device in self.devices}) > 1
         self.ranks_of = [[rank for rank in team.ranks if team.devices[rank] == device] for device in self.devices]
-        self.parameters: list[list[Parameter]] = [own]
+        self.parameters: list[list[Parameter]] = [params]
         for rank, device in enumerate(team.devices[1:], start=1):
             first = team.devices.index(device)
             values = self.parameters[first if first < rank else 0]
             self.parameters.append(
-                [leaf_like(each, to_device(value.detach(), device)) for each, value in zip(own, values, strict=True)]
+                [leaf_like(each, to_device(value.detach(), device)) for each, value in zip(params, values, strict=True)]
             )
         self.frozen: list[bool] = []
         self.moves = self.renewals = 0
@@ -82,7 +82,7 @@ class Replicas:
         self._all = [parameter for row in self.parameters for parameter in row]
         self._memory = memory_of(self._all)
         holders.add(self)
-        self._kinds = list(map(_kind_of, own))
+        self._kinds = list(map(_kind_of, params))
 
     @property
     def held(self) -> Sequence[torch.Tensor]:
@@ -102,15 +102,15 @@ class Replicas:
             RuntimeError: see :meth:`settle`.
         """
         self.settle()
-        own, *rows = self.parameters
+        first, *rows = self.parameters
         if any(map(_attributes_of, self._all)):
             for row in rows:
-                give_attributes(own, row)
+                give_attributes(first, row)
         for row in rows:
-            for parameter, leaf in zip(own, row, strict=True):
+            for parameter, leaf in zip(first, row, strict=True):
                 if leaf.requires_grad != parameter.requires_grad:
                     leaf.requires_grad = parameter.requires_grad
-        before, self.frozen = self.frozen, list(map(not_, map(_requires_grad_of, own)))
+        before, self.frozen = self.frozen, list(map(not_, map(_requires_grad_of, first)))
         return before != self.frozen
 
     def settle(self) -> bool:
@@ -166,9 +166,9 @@ class Replicas:
 
     @torch.no_grad()
     def _take_back(self, i: int) -> None:
-        own = self.own[i]
-        if i in self._adopted and memory_of([own]) != memory_of([self._flats[0].value_views[i]]):
-            self._flats[0].value_views[i].copy_(own)
+        parameter = self.own[i]
+        if i in self._adopted and memory_of([parameter]) != memory_of([self._flats[0].value_views[i]]):
+            self._flats[0].value_views[i].copy_(parameter)
         for device, ranks in enumerate(self.ranks_of):
             first = self.parameters[ranks[0]][i].data
             values = self._flats[device].value_views[i] if i in self._adopted else first

@@ -380,9 +380,9 @@ class TrainStep:
         with self._guard:
             parts = self._ready()
             parts.follow_parameters()
-            found = first_difference(parts.replicas)
-        if found is not None:
-            name, rank = found
+            difference = first_difference(parts.replicas)
+        if difference is not None:
+            name, rank = difference
             raise Error(
                 f"parameter {name} of rank {rank} on {self.team.devices[rank]} differs from {self.team.devices[0]}'s: "
                 "step.sync_parameters() makes them equal; something wrote to one device alone"
@@ -431,8 +431,8 @@ class TrainStep:
         loss_fn = getattr(now.loss_fn, "__name__", type(now.loss_fn).__name__) if now.loss_fn else None
         others = [
             f"{name}={getattr(self, name)!r}"
-            for name, each in signature(TrainStep).parameters.items()
-            if each.kind is each.KEYWORD_ONLY and name not in _NOT_SHOWN and getattr(self, name) != each.default
+            for name, param in signature(TrainStep).parameters.items()
+            if param.kind is param.KEYWORD_ONLY and name not in _NOT_SHOWN and getattr(self, name) != param.default
         ]
         return (
             f"TrainStep({type(now.module).__name__}, {loss_fn}, {type(now.optimizer).__name__}, device_ids=[{names}], "

@@ -33,30 +33,30 @@ def arguments_of_ranks(net: Any, inputs: Any, kwargs: Mapping[str, Any], ranks: 
         ValueError: ``assistant_model``.
     """
     library: Any = import_module("transformers")
-    own = dict(signature(net.generate).bind(*inputs, **kwargs).arguments)
-    own |= own.pop("kwargs", {})
-    if own.get("assistant_model") is not None:
+    arguments = dict(signature(net.generate).bind(*inputs, **kwargs).arguments)
+    arguments |= arguments.pop("kwargs", {})
+    if arguments.get("assistant_model") is not None:
         raise ValueError("assistant_model is one model for all ranks, which would run it at once: leave it out")
-    config = own.get("generation_config") or net.generation_config
-    given = {name: list(own.get(name) or []) for name in _LISTS}
-    if (seconds := own.pop("max_time", config.max_time)) is not None:
+    config = arguments.get("generation_config") or net.generation_config
+    given = {name: list(arguments.get(name) or []) for name in _LISTS}
+    if (seconds := arguments.pop("max_time", config.max_time)) is not None:
         given["stopping_criteria"].append(library.MaxTimeCriteria(seconds))
-        own["generation_config"] = config = copy.deepcopy(config)
+        arguments["generation_config"] = config = copy.deepcopy(config)
         config.max_time = None
     for name, entries in given.items():
         if entries:
             kind = getattr(library, _LISTS[name])
-            own[name] = kind([_OfFirst(name, kind(entries))])
-    if (allowed := own.get("prefix_allowed_tokens_fn")) is not None:
-        own["prefix_allowed_tokens_fn"] = _OfFirst("prefix_allowed_tokens_fn", allowed)
-    return [own, *({**own, "streamer": None} for _ in range(1, ranks))]
+            arguments[name] = kind([_OfFirst(name, kind(entries))])
+    if (allowed := arguments.get("prefix_allowed_tokens_fn")) is not None:
+        arguments["prefix_allowed_tokens_fn"] = _OfFirst("prefix_allowed_tokens_fn", allowed)
+    return [arguments, *({**arguments, "streamer": None} for _ in range(1, ranks))]
 
 
 class _OfFirst:
     """A function of two arguments of which rank 0 calls the user's."""
 
-    def __init__(self, name: str, own: Callable[..., Any]) -> None:
-        self._name, self._own = name, own
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        self._name, self._function = name, function
 
     def __call__(self, first: Any, second: Any) -> Any:
-        return decided(self._name, partial(self._own, first, second))
+        return decided(self._name, partial(self._function, first, second))

@@ -134,8 +134,8 @@ CHANGED = ("forward", "out_features", "in_features", "num_embeddings", "padding_
 def _own_forward(layer: Module) -> Callable[..., torch.Tensor]:
     """Return a layer's forward without a reference to the layer, which will refer to it."""
     if "forward" in layer.__dict__:
-        own: Callable[..., torch.Tensor] = layer.__dict__["forward"]
-        return own
+        forward: Callable[..., torch.Tensor] = layer.__dict__["forward"]
+        return forward
     layer_ref, function = weakref.ref(layer), type(layer).forward
     return lambda *args, **kwargs: function(layer_ref(), *args, **kwargs)
 
@@ -191,8 +191,8 @@ def cut_layer(layer: Module, name: str, word: str, rank: int, counts: Sequence[i
         attributes = {"in_features": end - begin, "forward": of_rows}
     elif word == "vocab":
         padding: Any = layer.padding_idx
-        own = padding - begin if padding is not None and begin <= padding < end else None
-        attributes = {"num_embeddings": end - begin, "padding_idx": own, "forward": of_tokens}
+        padding_idx = padding - begin if padding is not None and begin <= padding < end else None
+        attributes = {"num_embeddings": end - begin, "padding_idx": padding_idx, "forward": of_tokens}
     if word in ("column_gathered", "moe_tp_experts"):
         attributes["forward"] = joined
     for attribute, value in attributes.items():
@@ -235,9 +235,9 @@ class DrawnAlone:
     def drawn_for_all(self, draw: Callable[[], Any]) -> Any:
         """Draw in rank 0 for all ranks, and return the result."""
         self.look()
-        made = draw()
+        result = draw()
         self.for_all, self._states = True, _states_of(self._states)
-        return made
+        return result
 
 
 def _states_of(devices: Collection[torch.device]) -> dict[torch.device, torch.Tensor]:
@@ -287,12 +287,12 @@ class MetDraws(TorchFunctionMode):
             return func(*args, **kwargs)
         draw = partial(func, *args, **kwargs)
         draw = draw if self._drawn is None else partial(self._drawn.drawn_for_all, draw)
-        made, after = decided(name, lambda: (draw(), _AfterDraw()))
+        result, after = decided(name, lambda: (draw(), _AfterDraw()))
         if self._rank:
             after.follow()
         if name.endswith("_") and self._rank:
-            return args[0].copy_(made)
-        return made
+            return args[0].copy_(result)
+        return result
 
 
 _DRAWS = frozenset(

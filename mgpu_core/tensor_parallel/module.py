@@ -159,21 +159,21 @@ class TensorParallel(Module):
         """Make the Parameters, on their devices, under the names of the module; return them by the given one's id."""
         kept: dict[int, _Kept] = {}
         devices = self.device_ids
-        for name, each in net.named_parameters(remove_duplicate=False):
-            if id(each) in kept:
-                kept[id(each)].names.append(name)
+        for name, parameter in net.named_parameters(remove_duplicate=False):
+            if id(parameter) in kept:
+                kept[id(parameter)].names.append(name)
                 continue
             path, _, last = name.rpartition(".")
             owner = self._named(path)
             cut = self._plan.cuts.get(name)
             if cut is None:
-                parts = [leaf_like(each, _on(devices[0], each))]
+                parts = [leaf_like(parameter, _on(devices[0], parameter))]
                 owner._parameters[last] = parts[0]
             else:
-                tensors = [_on(device, cut.part(each, rank, len(devices))) for rank, device in enumerate(devices)]
-                parts = [leaf_like(each, part) for part in tensors]
+                tensors = [_on(device, cut.part(parameter, rank, len(devices))) for rank, device in enumerate(devices)]
+                parts = [leaf_like(parameter, part) for part in tensors]
                 owner._modules[last] = torch.nn.ParameterList(parts)
-            kept[id(each)] = _Kept([name], tuple(each.shape), cut, parts)
+            kept[id(parameter)] = _Kept([name], tuple(parameter.shape), cut, parts)
         return kept
 
     def _named(self, path: str) -> Module:
@@ -189,7 +189,7 @@ class TensorParallel(Module):
         """Return a rank's copy of the module, whose layers meet the other ranks."""
         device = self.device_ids[rank]
         shared: dict[int, Any] = {
-            key: each.parts[0 if each.cut is None else rank] for key, each in self._kept.items()
+            key: kept.parts[0 if kept.cut is None else rank] for key, kept in self._kept.items()
         } | {id(each): _on(device, each) for each in net.buffers()}
         copied = copy_module(net, shared)
         modules = dict(copied.named_modules(remove_duplicate=False))
@@ -207,9 +207,9 @@ class TensorParallel(Module):
             cut_layer(modules[name], name, word, rank, counts.get(f"{name}.weight", []))
         for name, heads in self._plan.heads.items():
             modules[name].__dict__.update({each: count // len(self.device_ids) for each, count in heads.items()})
-        for each in copied.modules():
-            if isinstance(each, torch.nn.TransformerEncoderLayer):
-                each.register_forward_hook(lambda *_: None)  # without one it may read its layers' weights itself
+        for module in copied.modules():
+            if isinstance(module, torch.nn.TransformerEncoderLayer):
+                module.register_forward_hook(lambda *_: None)  # without one it may read its layers' weights itself
         return _Lane(copied, list(copied.modules()), slots)
 
     def _share_buffers(self) -> None:
@@ -227,14 +227,14 @@ class TensorParallel(Module):
         ranks = len(self.device_ids)
         kept = self._by_name
         buffers = [dict(lane.net.named_buffers(remove_duplicate=False)) for lane in self._lanes]
-        for own, file, name in files.tensors():
-            if own not in kept:
+        for name, file, key in files.tensors():
+            if name not in kept:
                 for of_rank in buffers:
-                    copy_into(of_rank[own], file.get_tensor(name))
+                    copy_into(of_rank[name], file.get_tensor(key))
                 continue
-            cut = kept[own].cut
-            for rank, part in enumerate(kept[own].parts):
-                copy_into(part, file.get_tensor(name) if cut is None else cut.part(file.get_slice(name), rank, ranks))
+            cut = kept[name].cut
+            for rank, part in enumerate(kept[name].parts):
+                copy_into(part, file.get_tensor(key) if cut is None else cut.part(file.get_slice(key), rank, ranks))
 
     def train(self, mode: bool = True) -> TensorParallel:
         """Set the mode of all ranks."""
@@ -435,10 +435,10 @@ class TensorParallel(Module):
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Return the tensors of the module alone, by its names, on the first device; only tied ones share memory."""
-        wholes = {name: whole for each in self._kept.values() for whole in [each.whole(self.device_ids[0])]
-                  for name in each.names}  # fmt: skip
-        own = self._lanes[0].net.state_dict(keep_vars=True)
-        return {name: wholes[name] if name in wholes else _cloned(each) for name, each in own.items()}
+        wholes = {name: whole for kept in self._kept.values() for whole in [kept.whole(self.device_ids[0])]
+                  for name in kept.names}  # fmt: skip
+        state = self._lanes[0].net.state_dict(keep_vars=True)
+        return {name: wholes[name] if name in wholes else _cloned(each) for name, each in state.items()}
 
     @torch.no_grad()
     def load_full_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -450,8 +450,8 @@ class TensorParallel(Module):
         kept = self._by_name
         lanes = [lane.net.state_dict(keep_vars=True) for lane in self._lanes]
         wanted = {name: kept[name].shape if name in kept else _shape_of(each) for name, each in lanes[0].items()}
-        found = {name: _shape_of(each) for name, each in state.items()}
-        if wrong := [name for name in wanted | found if wanted.get(name) != found.get(name)]:
+        given = {name: _shape_of(each) for name, each in state.items()}
+        if wrong := [name for name in wanted | given if wanted.get(name) != given.get(name)]:
             raise ValueError(f"the state does not fit, by its names or shapes: {', '.join(wrong[:5])}")
         for name, shape in wanted.items():
             if name not in kept:
@@ -474,31 +474,31 @@ class TensorParallel(Module):
         first, lane = self.device_ids[0], self._lanes[0]
         block = lane.net.get_submodule(name)
         shared: dict[int, Any] = {id(slot.table[slot.name]): self._uncut[slot.number] for slot in lane.slots}
-        own = set(map(id, block.parameters()))
-        for each in self._kept.values():
-            if each.cut is not None and id(each.parts[0]) in own:
-                shared[id(each.parts[0])] = leaf_like(each.parts[0], each.whole(first))
+        inside = set(map(id, block.parameters()))
+        for kept in self._kept.values():
+            if kept.cut is not None and id(kept.parts[0]) in inside:
+                shared[id(kept.parts[0])] = leaf_like(kept.parts[0], kept.whole(first))
         return self._restored(name, copy_module(block, shared))
 
-    def _restored(self, path: str, made: Module) -> Module:
+    def _restored(self, path: str, copied: Module) -> Module:
         """Give the layers of a copy of our module at a path, and the modules around them, the source's attributes."""
         for name, module in self._source.get_submodule(path).named_modules():
             inside = f"{path}.{name}".strip(".")
             changed = (*(CHANGED if inside in self._plan.layers else ()), *self._plan.heads.get(inside, {}))
             if changed:
-                layer = made.get_submodule(name)
+                layer = copied.get_submodule(name)
                 layer.__dict__.pop("forward" if inside in self._plan.layers else "", None)
                 layer.__dict__.update({each: value for each, value in vars(module).items() if each in changed})
-        return made
+        return copied
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Change dtypes; raise RuntimeError, before anything changes, if a part would leave its device."""
         if any(fn(torch.empty(0, device=device)).device != device for device in self.device_ids):
             refuse_moves()
         for lane in self._lanes[1:]:  # rank 0's are ours
-            for each in lane.modules:
-                for name, buffer in each._buffers.items():
-                    each._buffers[name] = None if buffer is None else fn(buffer)
+            for module in lane.modules:
+                for name, buffer in module._buffers.items():
+                    module._buffers[name] = None if buffer is None else fn(buffer)
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
@@ -530,13 +530,13 @@ def _called(
             return call(*args, **kwargs)
 
 
-def _cloned(each: Any) -> Any:
+def _cloned(entry: Any) -> Any:
     """Return a copy of an entry of a state, which may be a module's own extra state."""
-    return each.detach().clone() if isinstance(each, torch.Tensor) else each
+    return entry.detach().clone() if isinstance(entry, torch.Tensor) else entry
 
 
-def _shape_of(each: Any) -> tuple[int, ...] | None:
-    return tuple(each.shape) if isinstance(each, torch.Tensor) else None
+def _shape_of(entry: Any) -> tuple[int, ...] | None:
+    return tuple(entry.shape) if isinstance(entry, torch.Tensor) else None
 
 
 @torch.no_grad()
@@ -549,8 +549,8 @@ def _load_buffers(tp: TensorParallel, _: Any) -> None:
 
 def _refuse_hooks(net: Module) -> None:
     """Raise ValueError for hooks on Parameters, of which the parts would know nothing."""
-    for name, each in net.named_parameters():
-        if each._backward_hooks or getattr(each, "_post_accumulate_grad_hooks", None):
+    for name, parameter in net.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise ValueError(f"{name} has a hook, which its parts would not have: register it on tp.parameters()")
 
 
@@ -575,11 +575,11 @@ class _CutParameter(Parameter):
 
 def _emptied(net: Module) -> Module:
     """Put the Parameters of a module on meta, and let its forward and its optimizers say so."""
-    for each in list(net.parameters()):
-        empty = torch.Tensor._make_subclass(_CutParameter, torch.empty_like(each, device="meta"), each.requires_grad)
-        empty.__dict__.update(each.__dict__)
-        each.grad = None
-        torch.utils.swap_tensors(each, empty)
+    for whole in list(net.parameters()):
+        empty = torch.Tensor._make_subclass(_CutParameter, torch.empty_like(whole, device="meta"), whole.requires_grad)
+        empty.__dict__.update(whole.__dict__)
+        whole.grad = None
+        torch.utils.swap_tensors(whole, empty)
     net.__dict__["forward"] = _refuse_calls
     return net
 

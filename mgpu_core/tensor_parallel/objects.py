@@ -71,28 +71,28 @@ class Objects:
         if not rank:
             return given
         if id(given) not in self._given:
-            found = self._find(given)
-            if found is None or not found.is_alike():
-                self._check(given, found)
+            entry = self._find(given)
+            if entry is None or not entry.is_alike():
+                self._check(given, entry)
                 others = _copied(given, self._others)
                 self._remember([given, *others], was_written=False)
             else:
-                others = found.others
+                others = entry.others
             self._given[id(given)] = given, others
         return self._given[id(given)][1][rank - 1]
 
     def _find(self, given: Any) -> _OfRanks | None:
-        found = self._known.get(id(given))
-        return found if found is not None and found.first() is given else None
+        entry = self._known.get(id(given))
+        return entry if entry is not None and entry.first() is given else None
 
-    def _check(self, given: Any, found: _OfRanks | None) -> None:
+    def _check(self, given: Any, entry: _OfRanks | None) -> None:
         name = type(given).__name__
-        if found is not None and found.was_written:
+        if entry is not None and entry.was_written:
             raise TypeError(
                 f"a {name} that calls have written was changed between them, and the other ranks' were not: make a new "
                 "one"
             )
-        if found is None and type(given) in self._written and any(each.numel() for each in _tensors_of(given)):
+        if entry is None and type(given) in self._written and any(each.numel() for each in _tensors_of(given)):
             raise TypeError(
                 f"a {name} with contents that no call of this TensorParallel has given back, such as a copy: they are "
                 "those of one rank alone. Pass the one that came back, or an empty one"
@@ -116,8 +116,8 @@ class Objects:
             results: one per rank.
         """
         for given, others in self._given.values():
-            found = self._find(given)
-            if found is not None and not found.is_alike():
+            entry = self._find(given)
+            if entry is not None and not entry.is_alike():
                 self._remember([given, *others], was_written=True)
         nests: list[list[Any]] = [[] for _ in results]
         for leaves, result in zip(nests, results, strict=True):
@@ -151,31 +151,31 @@ def _contents_of(given: Any) -> list[Any]:
 
     Every call asks this of the caches that it gives back, so there is no function call for each of their parts.
     """
-    found: list[Any] = []
+    contents: list[Any] = []
     waiting: list[tuple[Any, int]] = [(given, _DEPTH)]
     seen: set[int] = set()
-    for each, depth in waiting:  # to which parts of it are added
-        if type(each) in _VALUES:
-            found += (each,)
-        elif isinstance(each, torch.Tensor):
-            found += ((weakref.ref(each), -1 if each.is_inference() else each._version, each.shape),)
-        elif depth and id(each) not in seen:
-            seen.add(id(each))
-            waiting += [(part, depth - 1) for part in _parts_of(each)]
-    return found
+    for value, depth in waiting:  # to which parts of it are added
+        if type(value) in _VALUES:
+            contents += (value,)
+        elif isinstance(value, torch.Tensor):
+            contents += ((weakref.ref(value), -1 if value.is_inference() else value._version, value.shape),)
+        elif depth and id(value) not in seen:
+            seen.add(id(value))
+            waiting += [(part, depth - 1) for part in _parts_of(value)]
+    return contents
 
 
-def _parts_of(each: Any) -> Iterable[Any]:
-    if isinstance(each, Mapping):
-        return [*each.keys(), *each.values()]
-    if isinstance(each, Sequence | Set):
-        return each
-    return vars(each).values() if hasattr(each, "__dict__") else ()
+def _parts_of(value: Any) -> Iterable[Any]:
+    if isinstance(value, Mapping):
+        return [*value.keys(), *value.values()]
+    if isinstance(value, Sequence | Set):
+        return value
+    return vars(value).values() if hasattr(value, "__dict__") else ()
 
 
 def _tensors_of(given: Any) -> list[torch.Tensor]:
-    found = (each[0]() for each in _contents_of(given) if isinstance(each, tuple))
-    return [each for each in found if each is not None]
+    tensors = (each[0]() for each in _contents_of(given) if isinstance(each, tuple))
+    return [each for each in tensors if each is not None]
 
 
 def _is_same(one: Any, other: Any) -> bool:

@@ -110,10 +110,10 @@ def read_plan(net: Module, given: Mapping[str, str] | None, ranks: int) -> Plan:
         ValueError: no plan; a word that is not understood; a name that matches nothing; a layer that cannot be cut in
             that way, or has fewer features or heads than ranks.
     """
-    own = getattr(net, "tp_plan", None)
-    if given is None and not (isinstance(own, Mapping) and own):
+    module_plan = getattr(net, "tp_plan", None)
+    if given is None and not (isinstance(module_plan, Mapping) and module_plan):
         raise ValueError(f"{type(net).__name__} has no plan of its own: {_example(net)}")
-    plan: Mapping[str, str] = own if given is None else given  # type: ignore[assignment]
+    plan: Mapping[str, str] = module_plan if given is None else given  # type: ignore[assignment]
     reader = _Reader(net, ranks)
     nothing = [pattern for pattern, word in plan.items() if not reader.take(pattern, word)]
     if nothing and given is not None:
@@ -133,8 +133,8 @@ class _Reader:
         names = [*self._modules, *self._parameters]
         self._plain = {_WRAPPERS.sub("", name): name for name in names}  # of a layer of PEFT the layer inside
         self._first: dict[int, str] = {}  # of a Parameter or a module with several names the first
-        for name, each in (*self._parameters.items(), *self._modules.items()):
-            self._first.setdefault(id(each), name)
+        for name, target in (*self._parameters.items(), *self._modules.items()):
+            self._first.setdefault(id(target), name)
         self._by_name: set[str] = set()  # Parameters that the plan names themselves
         self.layers: dict[str, str] = {}
         self.cuts: dict[str, Cut] = {}
@@ -142,15 +142,15 @@ class _Reader:
     def take(self, pattern: str, word: str) -> bool:
         """Take an entry of the plan; return whether its name matches something."""
         wanted = re.compile("[^.]*".join(map(re.escape, _WRAPPERS.sub("", pattern).split("*"))))
-        found = [name for plain, name in self._plain.items() if wanted.fullmatch(plain)]
-        if found and word not in _WORDS:
+        names = [name for plain, name in self._plain.items() if wanted.fullmatch(plain)]
+        if names and word not in _WORDS:
             raise ValueError(f"the plan has {word!r} for {pattern!r}, which is not understood: {', '.join(_WORDS)} are")
-        for name in found:
+        for name in names:
             if name in self._modules:
                 self._take_layer(name, _WORDS[word])
             else:
                 self._take_parameter(name, _WORDS[word])
-        return bool(found)
+        return bool(names)
 
     def _take_parameter(self, name: str, word: str) -> None:
         if word == "replicate":
@@ -245,15 +245,15 @@ class _Reader:
 
     def heads(self) -> dict[str, dict[str, int]]:
         """Return the numbers of heads of modules around columns, where the ranks can have equal parts of them."""
-        found: dict[str, dict[str, int]] = {}
+        heads: dict[str, dict[str, int]] = {}
         for name, word in self.layers.items():
             if word == "column":
                 around = self._around(name)
                 counts = {each: vars(around).get(each) for each in _HEAD_COUNTS}
                 whole = {each: n for each, n in counts.items() if type(n) is int and n and n % self._ranks == 0}
                 if whole:
-                    found[self._first[id(around)]] = whole
-        return found
+                    heads[self._first[id(around)]] = whole
+        return heads
 
     def _around(self, name: str) -> Module:
         """Return the module around a layer, or around the layer of PEFT that it is in."""
@@ -295,16 +295,16 @@ def _reads_weight(around: Module, name: str) -> bool:
 
 def _words_of(around: Module, layers: Mapping[str, nn.Linear]) -> dict[str, str]:
     """Return which linear layers of a module are pairs of a column and a row."""
-    found: dict[str, str] = {}
+    words: dict[str, str] = {}
     if isinstance(around, nn.Sequential):
         waiting = ""
-        for name, each in around.named_children():
+        for name, layer in around.named_children():
             if waiting and name in layers and layers[name].in_features == layers[waiting].out_features:
-                found |= {waiting: "column", name: "row"}
+                words |= {waiting: "column", name: "row"}
                 waiting = ""
-            elif not waiting or not _keeps_features_apart(each):
+            elif not waiting or not _keeps_features_apart(layer):
                 waiting = name if name in layers else ""
-        return found
+        return words
     others = [each for name, each in around.named_children() if name not in layers]
     *first, last = layers.values() if layers else [None]
     alike = {(each.in_features, each.out_features) for each in first if each is not None}
@@ -312,8 +312,8 @@ def _words_of(around: Module, layers: Mapping[str, nn.Linear]) -> dict[str, str]
         is_wider = last.in_features > last.out_features
         if is_wider and not around._parameters and all(map(_keeps_features_apart, others)):
             *columns, row = layers
-            found = dict.fromkeys(columns, "column") | {row: "row"}
-    return found
+            words = dict.fromkeys(columns, "column") | {row: "row"}
+    return words
 
 
 def _keeps_features_apart(layer: Module) -> bool:
@@ -324,8 +324,8 @@ def _keeps_features_apart(layer: Module) -> bool:
 
 def _example(net: Module) -> str:
     """Return the advice for a module without a plan."""
-    for name, each in net.named_children():
-        if isinstance(getattr(each, "tp_plan", None), Mapping):
+    for name, child in net.named_children():
+        if isinstance(getattr(child, "tp_plan", None), Mapping):
             return f"that of its {name} cuts {name} alone: {type(net).__name__}(TensorParallel(...))"
     plan = dict(list(suggested_plan(net).items())[:_SHOWN])
     return f"pass plan=, such as {plan or {'layer': 'column'}}"

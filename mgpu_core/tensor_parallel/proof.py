@@ -59,17 +59,17 @@ class Proof:
     @contextmanager
     def seen(self, nets: Sequence[Module]) -> Iterator[list[dict[str, Any]]]:
         """Yield per rank the arguments of the first calls inside of blocks that are left, by their names."""
-        found: list[dict[str, Any]] = [{} for _ in nets]
+        calls: list[dict[str, Any]] = [{} for _ in nets]
         handles = [
             net.get_submodule(name).register_forward_pre_hook(partial(_note, of_rank, name), with_kwargs=True)
-            for net, of_rank in zip(nets, found, strict=True)
+            for net, of_rank in zip(nets, calls, strict=True)
             for name in self._left
         ]
         try:
-            yield found
+            yield calls
         finally:
-            for each in handles:
-                each.remove()
+            for handle in handles:
+                handle.remove()
 
     def tried(self, name: str) -> None:
         """Note that a block could not be compared; it is not tried for ever."""
@@ -137,14 +137,14 @@ def arguments(seen: Any) -> tuple[Any, Any] | None:
 
 
 def _leaves(seen: Any) -> list[Any]:
-    found: list[Any] = []
-    map_leaves(seen, lambda leaf: found.append(leaf) if isinstance(leaf, _Rows | torch.Tensor) else None)
-    return found
+    leaves: list[Any] = []
+    map_leaves(seen, lambda leaf: leaves.append(leaf) if isinstance(leaf, _Rows | torch.Tensor) else None)
+    return leaves
 
 
-def _note(found: dict[str, Any], name: str, _: Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+def _note(calls: dict[str, Any], name: str, _: Module, args: Any, kwargs: Mapping[str, Any]) -> None:
     """Keep the arguments of a block's first call; of its first tensor of real numbers the shape alone."""
-    if name in found:
+    if name in calls:
         return
     has_rows = False
 
@@ -155,7 +155,7 @@ def _note(found: dict[str, Any], name: str, _: Module, args: Any, kwargs: Mappin
         has_rows = True
         return _Rows(leaf)
 
-    found[name] = map_leaves((args, dict(kwargs)), kept)
+    calls[name] = map_leaves((args, dict(kwargs)), kept)
 
 
 def _empty(leaf: Any) -> Any:
@@ -168,7 +168,7 @@ def _empty(leaf: Any) -> Any:
 
 def _blocks(net: Module, plan: Plan) -> list[str]:
     """Return the names of the smallest modules with a layer whose outputs are summed, and the cut ones before it."""
-    found = []
+    paths = []
     columns = [name for name, word in plan.layers.items() if word in ("column", "packed_column")]
     columns += [name for name in plan.cuts if name.rpartition(".")[0] not in plan.layers]
     for name, word in plan.layers.items():
@@ -179,9 +179,9 @@ def _blocks(net: Module, plan: Plan) -> list[str]:
                 path = path.rpartition(".")[0]
         elif word != "moe_tp_experts":
             continue
-        if path not in found:
-            found.append(path)
-    return found
+        if path not in paths:
+            paths.append(path)
+    return paths
 
 
 def _is_called(net: Module, name: str) -> bool:

@@ -70,31 +70,33 @@ class Recordings(Generic[T]):
         """Drop all recordings and their memory."""
         self._recorded.clear()
 
-    def get(self, key: Hashable, record: Callable[[], T]) -> T | None:
-        """Return the recording of a kind of calls; ``None``: this call goes the ordinary way.
+    def get(self, key: Hashable) -> T | None:
+        """Count a call of a kind; return its recording.
 
-        Args:
-            key: of the kind.
-            record: makes a recording.
+        ``None``: there is none, and this call goes the ordinary way, or is recorded by :meth:`add` if there is no
+        reason against it.
         """
         self._calls += 1
-        if key in self._recorded:
-            recording, _ = self._recorded.pop(key)
-        else:
+        if key not in self._recorded:
             self.reason = self._why_not(key)
-            if self.reason is not None:
-                return None
-            try:
-                recording = record()
-            except Exception as error:
-                self.reason = self._fail(key, error)
-                return None
+            return None
+        recording, _ = self._recorded.pop(key)
         self._recorded[key] = recording, self._calls
         self.reason = None
         return recording
 
+    def add(self, key: Hashable, record: Callable[[], T]) -> T | None:
+        """Return the recording that ``record`` makes; ``None`` if it fails: this call goes the ordinary way."""
+        try:
+            recording = record()
+        except Exception as error:
+            self.reason = self._fail(key, error)
+            return None
+        self._recorded[key] = recording, self._calls
+        return recording
+
     def _why_not(self, key: Hashable) -> str | None:
-        """Count a call of a kind; return why it may not be recorded now."""
+        """Return why a call of a kind may not be recorded now."""
         self._seen[key] = self._seen.pop(key, 0) + 1
         if len(self._seen) > SEEN:
             self._seen.popitem(last=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -212,14 +212,11 @@ class GraphedModule:
         rows = next(leaf.size(0) for leaf in leaves if isinstance(leaf, torch.Tensor))
         size = 1 << (rows - 1).bit_length()
         key = (size, form_of(tree), *map(key_of, leaves))
-        recorded = self._recordings.get(key, lambda: self._record(tree, leaves, size))
+        recorded = self._recordings.get(key)
+        if recorded is None and self._recordings.reason is None:
+            recorded = self._record(key, tree, leaves, size)
         if recorded is None:
-            outputs = self._module(*args, **kwargs)
-            if not self._has_warned:  # and the call has not failed
-                self._has_warned = True
-                reason = self._recordings.reason
-                warn_user(f"{self._name} runs as it is, not as a CUDA graph: {reason}", RuntimeWarning)
-            return outputs
+            return self._module(*args, **kwargs)
         for static, leaf in zip(recorded.leaves, leaves, strict=True):
             if isinstance(leaf, torch.Tensor):
                 static[:rows].copy_(leaf)
@@ -228,8 +225,8 @@ class GraphedModule:
 
     @torch.inference_mode(False)  # random generators would keep a state that later recordings of training cannot write
     @torch.no_grad()
-    def _record(self, tree: Tree, leaves: Sequence[Any], size: int) -> _Recorded:
-        """Record the calls of a kind."""
+    def _record(self, key: Hashable, tree: Tree, leaves: Sequence[Any], size: int) -> _Recorded | None:
+        """Record the calls of a kind; return ``None``, with a warning once, if that fails."""
         static = [
             leaf.new_zeros((size, *leaf.shape[1:])) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
         ]
@@ -241,12 +238,16 @@ class GraphedModule:
             outputs.append(self._module(*args, **kwargs))
             return []
 
-        try:
-            graph, _ = self._recorder.record(self._device, work)
-        except RuntimeError:
+        recorded = self._recordings.add(
+            key, lambda: _Recorded(self._recorder.record(self._device, work)[0], static, outputs[0])
+        )
+        if recorded is None:
             self._recorder.forget()
-            raise
-        return _Recorded(graph, static, outputs[0])
+            if not self._has_warned:
+                self._has_warned = True
+                reason = self._recordings.reason
+                warn_user(f"{self._name} runs as it is, not as a CUDA graph: {reason}", RuntimeWarning)
+        return recorded
 
 
 def _first_rows(leaf: Any, rows: int, size: int) -> Any:

@@ -250,19 +250,17 @@ class Visit:
         """Return a copy on another device that has begun; ``None``: it is not to begin yet."""
         return send(tensor, device)
 
-    def bring_to(self, device: torch.device, nest: Any) -> Any:
-        """Return a nest with its tensors brought to a device; another stage's device that it names becomes this one."""
-        here, self.device = self.device, device
-        try:
-            return map_leaves(nest, self._brought)
-        finally:
-            self.device = here
+    def bring_to(self, device: torch.device, nest: Any, undo: Undo | None = None) -> Any:
+        """Return a nest with its tensors brought to a device; another stage's device that it names becomes this one.
 
-    def bring_in_place(self, device: torch.device, nest: Any, undo: Undo) -> Any:
-        """Return the same; containers stay, and get their own entries back by ``undo``."""
+        Args:
+            device: the device.
+            nest: the nest.
+            undo: containers are filled in place, and get their own entries back by it; ``None``: they are made anew.
+        """
         here, self.device = self.device, device
         try:
-            return map_in_place(nest, self._brought, undo)
+            return map_leaves(nest, self._brought) if undo is None else map_in_place(nest, self._brought, undo)
         finally:
             self.device = here
 
@@ -408,9 +406,9 @@ class Border:
     ) -> None:
         self.places, self.name, self.stage, self.next_stage = places, name, stage, next_stage
         self.is_wrapped = is_wrapped
-        modules = modules_of(layer)
         foreign = {id(each) for each in parameters_of(layer) if places.stage_of(each) != stage}
         self.has_foreign = bool(foreign)
+        modules = modules_of(layer) if foreign else []
         self._without_foreign = [  # the indices of modules
             index for index, module in enumerate(modules) if foreign.isdisjoint(map(id, parameters_of(module)))
         ]
@@ -496,7 +494,7 @@ class _LayerHere:
         visit: the call.
         border: of the layer.
         layer: the layer, or a call's view of it.
-        own: its forward.
+        stand_in: for its forward.
 
     Attributes:
         modules: of the replica.
@@ -527,7 +525,7 @@ class _LayerHere:
         copies, undo = FilledCopies(), Undo()
         for module in self.modules:
             for name, value in attributes_of(module).items():
-                vars(module)[name] = self._visit.bring_in_place(self._device, copies.copied(value), undo)
+                vars(module)[name] = self._visit.bring_to(self._device, copies.copied(value), undo)
         if self._stand_ins is None:
             self._copies = copies
             self._stand_ins = StandIns(zip(self._originals, self.modules, strict=True))

@@ -25,7 +25,7 @@ IDLE = 100  # steps for which an unused graph is kept while others wait for its 
 _PLAIN = {torch.Tensor}
 
 Replay: TypeAlias = Callable[[tuple[Any, ...]], torch.Tensor]
-"""Makes the step with a batch like the recorded one; returns its loss, in memory of its own."""
+"""A function that makes the step with a batch like the recorded one, and returns its loss in memory of its own."""
 
 
 class StaticNest:
@@ -90,7 +90,9 @@ class StepGraphs(Recordings[Replay]):
         if key is None:
             self.skip("the batch has a part that is neither a plain tensor nor a number, a text or None")
             return None
-        replay = self.get(key, record)
+        replay = self.get(key)
+        if replay is None and self.reason is None:
+            replay = self.add(key, record)
         if replay is None:
             return None
         loss = replay(batch)

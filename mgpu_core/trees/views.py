@@ -232,24 +232,25 @@ class StandIns:
         for module, other, name, value in self._changed():
             if is_kept(id(module), value, vars(other)[name]):
                 vars(module)[name] = rewired(at_home(vars(other)[name]), dict(originals))
+        for module, name, before, child in self._changed_children():
+            if is_kept(id(module), before, child):
+                vars(module).pop(name, None)
+                module._modules[name] = originals.get(id(child), child)
         for module, other, before in self._made:
-            children = before["_modules"]
-            for name, child in other._modules.items():
-                if child is not children.get(name) and is_kept(id(module), children.get(name), child):
-                    vars(module).pop(name, None)
-                    module._modules[name] = originals.get(id(child), child)
             for name in before.keys() - vars(other).keys() - other._modules.keys():
                 if is_kept(id(module), before[name], None):
                     vars(module).pop(name, None)
 
     def added(self) -> list[str]:
         """Return the names of modules that the forward has added or replaced."""
-        return [
-            name
-            for _, other, before in self._made
-            for name, child in other._modules.items()
-            if child is not before["_modules"].get(name)
-        ]
+        return [name for _, name, _, _ in self._changed_children()]
+
+    def _changed_children(self) -> Iterator[tuple[Any, str, Any, Any]]:
+        """Yield the module and the name of each child that was added or replaced, with the child before and now."""
+        for module, other, before in self._made:
+            for name, child in other._modules.items():
+                if child is not before["_modules"].get(name):
+                    yield module, name, before["_modules"].get(name), child
 
 
 class ModuleView(StandIns):

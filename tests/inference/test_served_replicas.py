@@ -343,6 +343,25 @@ def test_the_graph_unused_for_longest_goes_first():
     assert module._recorder.count == 18
 
 
+class Choosy(Doubling):
+    def forward(self, x, scale=2):
+        if self.is_off:
+            raise IndexError("this request alone")
+        return super().forward(x, scale)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_call_that_fails_by_itself_is_no_failed_recording():
+    module, net, x = graphed(), Choosy(), torch.ones(2, 3)
+    module._module, net.is_off = net, True
+    with pytest.raises(IndexError, match="this request alone"):
+        module(x)
+    assert module._recorder.attempts == 0
+    net.is_off = False
+    assert torch.equal(module(x)["y"], 2 * x)
+    assert module._recorder.count == 1
+
+
 def test_a_module_that_cannot_be_recorded_runs_as_it_is():
     module, x = graphed(failures=100), torch.ones(3, 2)
     with pytest.warns(RuntimeWarning, match="Doubling runs as it is, not as a CUDA graph: recording it failed"):

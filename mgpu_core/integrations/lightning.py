@@ -17,8 +17,8 @@ from torch.nn import Module
 from mgpu_core.data_parallel import DataParallel
 from mgpu_core.devices.devices import DeviceLike, as_devices
 from mgpu_core.parallel.scatter_inputs.cut import Arguments
-from mgpu_core.step.loss import weighted_mean
 from mgpu_core.step.train_step import TrainStep
+from mgpu_core.step.window import weighted_mean
 from mgpu_core.support.extras import require
 from mgpu_core.support.null_context import NULL_CONTEXT
 from mgpu_core.support.warnings import warn_user

@@ -16,15 +16,14 @@ from typing import Any
 import torch
 
 from mgpu_core.devices.graphs import GRAPH_DEVICE, CudaRecorder
-from mgpu_core.devices.time_limits import time_limit
-from mgpu_core.step.forward_backward import ForwardBackward, RankPart, seed
+from mgpu_core.step.forward_backward import ForwardBackward
 from mgpu_core.step.grad_clip import GradientNorm, factor_of, overflow_of, warm_up
 from mgpu_core.step.graph_cache import Replay, StaticNest, StepGraphs
-from mgpu_core.step.loss import RankLoss, Window
+from mgpu_core.step.losses import RankLoss, RankPart
 from mgpu_core.step.options import Options
-from mgpu_core.step.rank_modules import RankModules
 from mgpu_core.step.reducer import Reducer
 from mgpu_core.step.update import Update
+from mgpu_core.step.window import Window
 from mgpu_core.trees.module_tree import modules_of
 
 __all__ = ["CapturedSteps"]
@@ -34,7 +33,7 @@ class CapturedSteps:
     """The steps of a :class:`mgpu_core.TrainStep` that are replays.
 
     Args:
-        options, reducer, passes, update, modules: of the step.
+        options, reducer, passes, update: of the step.
 
     Attributes:
         reducer, passes: the same.
@@ -42,56 +41,48 @@ class CapturedSteps:
         recorder: records the work of one device.
     """
 
-    def __init__(
-        self,
-        options: Options,
-        reducer: Reducer,
-        passes: ForwardBackward,
-        update: Update,
-        modules: Sequence[RankModules],
-    ) -> None:
-        self.reducer, self.passes, self._update, self._modules = reducer, passes, update, modules
-        self._options = options
+    def __init__(self, options: Options, reducer: Reducer, passes: ForwardBackward, update: Update) -> None:
+        self.reducer, self.passes, self._update = reducer, passes, update
+        self._reduction, self._modules = options.reduction, passes.ranks.modules
         self.graphs, self.recorder = StepGraphs(), CudaRecorder()
 
     @property
-    def devices(self) -> list[torch.device]:
-        """Each device of the ranks once."""
-        return self._update.replicas.devices
+    def device(self) -> torch.device:
+        """The device of all ranks."""
+        return self._update.replicas.devices[0]
 
-    def why_not(self, options: Options, *, collects: bool, keep_outputs: bool) -> str | None:
-        """Return why a step with these options must go the ordinary way; ``None``: it may be a replay.
-
-        Args:
-            options: as they are now.
-            collects: gradients are accumulated over several calls.
-            keep_outputs: the outputs are returned.
-        """
-        devices = self.devices
-        other = next((device for device in devices if device.type != GRAPH_DEVICE), None)
-        reasons = (
-            (other is not None, f"there are no CUDA graphs on {other}"),
-            (len(devices) > 1, "its ranks are on several devices"),
-            (options.has_processes, "its gradients are summed over several processes"),
-            (self.passes.ranks_meet, "ranks meet in synchronised layers"),
-            (any(each._backward_hooks for each in self._update.replicas.own), "a parameter has a hook"),
-            (collects, "gradients are accumulated over several calls"),
-            (options.error_if_nonfinite, "error_if_nonfinite=True waits for the gradients"),
-            (self.passes.split_plan.is_timed, 'shares="auto" takes the time of each rank'),
-            (keep_outputs, "its outputs are returned"),
-            (self._update.optimizer_step.memory is None, "its optimizer is none of mgpu_core.optim, or has step hooks"),
-        )
-        return next((reason for holds, reason in reasons if holds), None)
-
-    def run(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], clip_norm: float | None) -> torch.Tensor | None:
+    def run(
+        self, options: Options, inputs: tuple[Any, ...], kwargs: dict[str, Any], *, collects: bool, keep_outputs: bool
+    ) -> torch.Tensor | None:
         """Make a step by a replay; return its loss, or ``None``: it must go the ordinary way.
 
         The ranks' parameters must be up to date.
+
+        Args:
+            options: as they are now.
+            inputs, kwargs: of the call.
+            collects: gradients are accumulated over several calls.
+            keep_outputs: the outputs are returned.
         """
-        batch = inputs, kwargs
-        return self._update.replay(
-            lambda: self.graphs.run(batch, self._fixed(clip_norm), lambda: self._record(batch, clip_norm))
+        reasons = (
+            self.passes.ranks.why_not_recorded(),
+            "gradients are accumulated over several calls" if collects else None,
+            self._update.why_not_recorded(options),
+            self.passes.split_plan.why_not_recorded(),
+            "its outputs are returned" if keep_outputs else None,
         )
+        batch, clip_norm, loss = (inputs, kwargs), options.clip_norm, None
+        if reason := next(filter(None, reasons), None):
+            self.graphs.skip(reason)
+        else:
+            loss = self._update.replay(
+                lambda: self.graphs.run(batch, self._fixed(clip_norm), lambda: self._record(batch, clip_norm))
+            )
+        if loss is None:
+            self.graphs.tell()
+        else:
+            self._update.close()
+        return loss
 
     def _fixed(self, clip_norm: float | None) -> tuple[Hashable, ...]:
         """Return the settings that a recording fixes, besides the batch."""
@@ -110,7 +101,7 @@ class CapturedSteps:
         except BaseException:
             self.recorder.forget()
             self.reducer.cancel()
-            self.passes.stop(time_limit())
+            self.passes.ranks.stop()
             self.reducer.abandon()
             raise
         finally:
@@ -144,7 +135,7 @@ class CapturedSteps:
 
     def begin(self) -> None:
         """Open a new window, for one call."""
-        self._update.open_window(self._options.reduction, 1)
+        self._update.open_window(self._reduction, 1)
 
     def split(self, batch: Any) -> tuple[list[RankPart], list[int]]:
         """Return the inputs of each rank, and their rows."""
@@ -199,7 +190,7 @@ class _Graph:
     def __init__(self, steps: CapturedSteps, batch: Any, clip_norm: float | None) -> None:
         self._steps: CapturedSteps = weakref.proxy(steps)  # which has this
         self._clip_norm = clip_norm
-        self._device = steps.devices[0]
+        self._device = steps.device
         self._batch = StaticNest(batch, self._device)
         self._buffers = steps.buffers
         self._norm = steps.norm()
@@ -210,7 +201,7 @@ class _Graph:
         steps = self._steps
         steps.begin()
         parts, rows = steps.split(self._batch.nest)
-        seed(parts, steps.window, rows)
+        steps.window.seed(parts, rows)
         losses = steps.compute(parts)
         steps.reducer.sum_the_rest()
         loss = steps.window.add(rows, losses, self._device)

@@ -63,15 +63,18 @@ class Communication:
 
     Attributes:
         options: of the step.
-        shards: each device needs the sum of its part alone, of so many; 1: all of it.
         processes: the sums over all processes; ``None``: there are no others.
         hook: sums the buckets over the devices instead of the all-reduce.
     """
 
     options: Options
-    shards: int
     processes: ProcessSums | None
     hook: CommHook | None = None
+
+    @property
+    def shards(self) -> int:
+        """Each device needs the sum of its part alone, of so many; 1: all of it."""
+        return len(set(self.options.team.devices)) if self.options.shard_optimizer else 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import call
-from typing import Protocol
 
 import torch
 
@@ -49,14 +48,6 @@ class Sums:
     def on(self, index: int) -> Sums:
         """Return the gradients of one device that has all of them."""
         return Sums([self.parts[index]], [self.padding[index]], self.parts[index])
-
-
-class Summed(Protocol):
-    """Whoever has the sums; they are made when they are asked for."""
-
-    @property
-    def sums(self) -> Sums:
-        """The gradients, summed over all ranks."""
 
 
 def norm_of(sums: Sums, *, may_be_sparse: bool) -> kernels.FlatNorm | GradientNorm:
@@ -141,15 +132,13 @@ def _is_known_finite(factor: float | torch.Tensor) -> bool:
     return (not isinstance(factor, torch.Tensor) or factor.device.type == "cpu") and math.isfinite(float(factor))
 
 
-def are_finite(gradients: Summed, norm: torch.Tensor) -> bool:
-    """Return whether no summed gradient, all together of norm ``norm``, is NaN or infinite; waits for the device."""
-    # One number that is not finite makes the norm so; a norm that only overflows is looked into for nothing.  Not by a
-    # sum of torch's: its threads would run next to those of the ranks.
-    if float(norm) < math.inf:
-        return True
-    sums = gradients.sums
+def are_finite(sums: Sums) -> bool:
+    """Return whether no summed gradient is NaN or infinite; waits for the device.
+
+    For sums whose norm is not finite: one number makes it so; one that only overflows is looked into for nothing.
+    """
     totals = [*sums.every_sum, *map(_values, sums.sparse.values())]
-    return all(bool(torch.isfinite(each).all()) for each in totals)
+    return all(bool(torch.isfinite(total).all()) for total in totals)
 
 
 def overflow_of(sums: Sums) -> torch.Tensor:
@@ -175,19 +164,18 @@ def warm_up(sums: Sums) -> None:
     clip.copy_(norm.reciprocal())
 
 
-def check_finite(gradients: Summed, norm: torch.Tensor, replicas: Replicas, processes: int) -> None:
+def check_finite(sums: Sums, replicas: Replicas, processes: int) -> None:
     """Raise if a summed gradient is NaN or infinite; waits for the device.
 
     Args:
-        gradients: with the sums of all ranks and processes.
-        norm: of the sums.
+        sums: of all ranks and processes, whose norm is not finite.
         replicas: the ranks, whose own gradients say which parameter it is.
         processes: how many have added theirs.
 
     Raises:
         FloatingPointError: names the rank and the parameter.
     """
-    if are_finite(gradients, norm):
+    if are_finite(sums):
         return
     for i, name in enumerate(replicas.names):
         for rank in replicas.team.ranks:

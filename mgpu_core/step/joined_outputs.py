@@ -14,7 +14,7 @@ import torch
 
 from mgpu_core.devices.transfer import to_device
 from mgpu_core.parallel.gather_outputs import joined
-from mgpu_core.step.loss import total_of, weighted_mean
+from mgpu_core.step.window import total_of, weighted_mean
 from mgpu_core.trace.tracer import span
 from mgpu_core.trees.comparison import equal
 from mgpu_core.trees.nested import Rows

@@ -18,8 +18,7 @@ from mgpu_core.parallel.first_calls import Call, Observer
 from mgpu_core.parallel.scatter_inputs.cut import Arguments
 from mgpu_core.ranks.random import numbers_of, random_numbers_kept
 from mgpu_core.step.joined_outputs import UnjoinedError, joined_plainly
-from mgpu_core.step.loss import RankLoss, rank_loss
-from mgpu_core.step.loss_weights import LossWeights
+from mgpu_core.step.losses import Losses, RankLoss, rank_loss
 from mgpu_core.support.warnings import warn_user
 from mgpu_core.trees.comparison import any_in_half, tolerance
 from mgpu_core.trees.marks import changed, held_by, marks_of
@@ -96,7 +95,7 @@ def compare_losses(
     losses: Sequence[RankLoss],
     rows: Sequence[int],
     reduction: str,
-    weights: LossWeights,
+    calls: Losses,
     *,
     dim: int,
     is_half: bool,
@@ -110,7 +109,7 @@ def compare_losses(
         target: of all rows, on the first rank's device.
         losses, rows: of each rank.
         reduction: of the step.
-        weights: of the step's losses.
+        calls: the loss function, and weighs its result.
         dim: the dimension of the rows.
         is_half: whether forwards compute in half precision.
     """
@@ -124,7 +123,7 @@ def compare_losses(
         try:
             with torch.no_grad(), random_numbers_kept(each.device for each in tensors):
                 outputs, target, losses, rows = _first_rows(
-                    loss_fn, outputs, target, rows, reduction, weights, LARGEST_NBYTES / nbytes, dim
+                    loss_fn, outputs, target, rows, reduction, calls, LARGEST_NBYTES / nbytes, dim
                 )
         except Exception as error:
             return LossCheck(None, reason=f"the loss of some rows failed ({type(error).__name__}: {error})")
@@ -158,7 +157,7 @@ def _first_rows(
     target: Any,
     rows: Sequence[int],
     reduction: str,
-    weights: LossWeights,
+    calls: Losses,
     share: float,
     dim: int,
 ) -> tuple[list[Any], Any, list[RankLoss], list[int]]:
@@ -173,7 +172,7 @@ def _first_rows(
     targets = [part for (part,) in islice(pieces, 0, None, 2)]
     losses = []
     for output, its in zip(fewer, targets, strict=True):
-        result, weight = weights.call(loss_fn, output, moved(its, tensors_in(output)[0].device))
+        result, weight = calls.call(loss_fn, output, moved(its, tensors_in(output)[0].device))
         losses.append(rank_loss(result, reduction))
         losses[-1].weight = losses[-1].weight if weight is None else weight
     return fewer, joined_plainly(targets, kept, dim), losses, kept

@@ -22,7 +22,7 @@ from mgpu_core.step.reducer import Gradients
 from mgpu_core.step.replicas import Replicas
 from mgpu_core.support.warnings import warn_user
 
-__all__ = ["LeftOverStep", "OptimizerStep", "check_optimizer"]
+__all__ = ["LeftOverStep", "OptimizerStep"]
 
 _version_of = attrgetter("_version")
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -48,22 +48,6 @@ class LeftOverStep:
                 "optimizer.step() after a TrainStep's call updates a second time by the same gradients: the call has "
                 "made the backward and the update already, so remove it"
             )
-
-
-def check_optimizer(optimizer: Any, named: dict[str, torch.nn.Parameter]) -> None:
-    """Raise unless it is an optimizer over parameters of the module."""
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise TypeError("LBFGS calls the loss several times in a step, through a closure: TrainStep computes it once")
-    known = {id(parameter) for parameter in named.values()}
-    for number, group in enumerate(optimizer.param_groups):
-        for index, parameter in enumerate(group["params"]):
-            if id(parameter) not in known:
-                raise ValueError(
-                    f"parameter {index} of the optimizer's group {number}, of shape {tuple(parameter.shape)}, is not "
-                    "one of net.parameters(): make the optimizer from the module that TrainStep gets"
-                )
 
 
 class OptimizerStep:

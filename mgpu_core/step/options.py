@@ -11,27 +11,14 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from mgpu_core.comm.reductions import ALGORITHMS
-from mgpu_core.devices.devices import as_devices, local_devices
 from mgpu_core.devices.dtypes import AMP_DTYPES
-from mgpu_core.devices.transfer import module_to
-from mgpu_core.pipeline.module import Pipeline
-from mgpu_core.pipeline.place import is_placed
 from mgpu_core.ranks.random import check_rng
 from mgpu_core.ranks.team import Team
 from mgpu_core.ranks.worker_choice import check_workers
-from mgpu_core.step.loss import REDUCTIONS
-from mgpu_core.tensor_parallel.module import TensorParallel
-from mgpu_core.trees.module_tree import named_parameters_of, parameters_of
-from mgpu_core.trees.moves import is_spread
+from mgpu_core.step.window import REDUCTIONS
+from mgpu_core.trees.module_tree import named_parameters_of
 
-__all__ = [
-    "ARGUMENTS",
-    "Options",
-    "check_device",
-    "check_module",
-    "nonfinite_is_error",
-    "team_of",
-]
+__all__ = ["ARGUMENTS", "Options", "nonfinite_is_error"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +58,6 @@ class Options:
         check_rng(self.rng)
         self._check_numbers()
         self._check_dtypes()
-        self._check_together()
 
     def _check_numbers(self) -> None:
         calls, norm = self.accumulate, self.clip_norm
@@ -91,34 +77,23 @@ class Options:
         if self.has_processes and self.comm_dtype is not None and self.comm_dtype.itemsize < 2:
             raise TypeError(f"comm_dtype between processes must have 16 bits or more, which {self.comm_dtype} has not")
 
-    def _check_together(self) -> None:
-        reasons = (
-            (self.loss_fn is None, "loss_fn=None: each rank's module returns its loss"),
-            (self.has_processes, "process_group: outputs of other processes are not gathered"),
-            (self.capture, "capture=True: a graph holds the work of one device"),
-        )
-        for holds, reason in reasons:
-            if self.loss_on == "gathered" and holds:
-                raise ValueError(f'loss_on="gathered" does not go with {reason}')
-        if isinstance(self.module, Pipeline):
-            refused = {
-                "process_group": self.has_processes,
-                'loss_on="gathered"': self.loss_on == "gathered",
-                "shard_optimizer": self.shard_optimizer,
-                "static_graph": self.static_graph,
-                "capture": self.capture,
-                "dim": self.dim != self.module.dim,
-            }
-            if names := [name for name, is_given in refused.items() if is_given]:
-                raise ValueError(f"a step over a Pipeline does not take {names[0]}")
-        if isinstance(self.module, TensorParallel):
-            refused = {
-                "process_group": self.has_processes,
-                "shard_optimizer": self.shard_optimizer,
-                "capture": self.capture,
-            }
-            if names := [name for name, is_given in refused.items() if is_given]:
-                raise ValueError(f"a step over a TensorParallel does not take {names[0]}")
+    def why_not_over(self, kind: type[Module], *refused: str) -> str | None:
+        """Return which of these arguments a step over a module of this kind was given; ``None``: none, or another kind.
+
+        Args:
+            kind: which does not take them.
+            refused: their names.
+        """
+        given = {
+            "process_group": self.has_processes,
+            'loss_on="gathered"': self.loss_on == "gathered",
+            "shard_optimizer": self.shard_optimizer,
+            "static_graph": self.static_graph,
+            "capture": self.capture,
+            "dim": self.dim != getattr(self.module, "dim", self.dim),
+        }
+        names = [name for name in refused if given[name] and isinstance(self.module, kind)]
+        return f"a step over a {kind.__name__} does not take {names[0]}" if names else None
 
     def changed(self, name: str, value: Any) -> Options:
         """Return the same arguments with another value of one of :data:`CHANGEABLE`.
@@ -164,62 +139,3 @@ def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
 def nonfinite_is_error(asked: bool | None, team: Team) -> bool:
     """Resolve ``error_if_nonfinite``: ``None`` is True on the CPU, where the check waits for no device."""
     return all(device.type == "cpu" for device in team.devices) if asked is None else bool(asked)
-
-
-def check_module(net: Module) -> None:
-    """Raise TypeError unless it is a bare module."""
-    if not isinstance(net, Module):
-        raise TypeError(f"net must be a torch.nn.Module, not {type(net).__name__}")
-    if isinstance(net, torch.nn.DataParallel | torch.nn.parallel.DistributedDataParallel):
-        raise TypeError(f"net is a {type(net).__name__}: pass what it wraps, `net.module`")
-
-
-def team_of(net: Module, device_ids: Any) -> Team:
-    """Return the team that ``device_ids`` means; an empty list is the device of the module.
-
-    Of a pipeline it is the last device, and of a TensorParallel the first, where their losses are.
-
-    Raises:
-        ValueError: not the devices of a Pipeline or a TensorParallel.
-    """
-    if isinstance(net, Pipeline):
-        if device_ids is not None and (_is_nested(device_ids) or list(as_devices(device_ids)) != net.device_ids):
-            raise ValueError(
-                f"device_ids must be the pipeline's own devices, {list(map(str, net.device_ids))}, or left out: a step "
-                "makes no copies of a Pipeline; for more devices make a Pipeline over all of them"
-            )
-        return Team.of(net.device_ids[-1:])
-    if isinstance(net, TensorParallel):
-        if device_ids is not None and list(as_devices(device_ids)) != net.device_ids:
-            raise ValueError(f"device_ids must be those of the TensorParallel, {list(map(str, net.device_ids))}")
-        return Team.of(net.device_ids[:1])
-    if device_ids is None:
-        device_ids = local_devices()
-    if not isinstance(device_ids, str | int | torch.device) and not len(device_ids):
-        device_ids = [next((each.device for each in parameters_of(net)), torch.device("cpu"))]
-    return Team.of(as_devices(device_ids))
-
-
-def _is_nested(device_ids: Any) -> bool:
-    return isinstance(device_ids, list | tuple) and any(isinstance(each, list | tuple) for each in device_ids)
-
-
-def check_device(net: Module, team: Team) -> None:
-    """Move the module to the only device; of several devices it must be on the first one, otherwise RuntimeError.
-
-    A pipeline or a TensorParallel stays as it is, and looks after its tensors itself.
-    """
-    if isinstance(net, Pipeline | TensorParallel):
-        return
-    if is_spread(net) or is_placed(net):
-        raise RuntimeError(
-            "net's parts are on several devices, by place() or a Pipeline: pass the Pipeline to the step"
-        )
-    if len(team) == 1:
-        module_to(net, team.devices[0])
-    for name, tensor in [*named_parameters_of(net), *net.named_buffers()]:
-        if tensor.device != team.devices[0]:
-            raise RuntimeError(
-                f"net must have its parameters and buffers on {team.devices[0]} (device_ids[0]), but {name} is on "
-                f"{tensor.device}"
-            )

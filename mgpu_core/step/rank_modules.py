@@ -9,14 +9,16 @@ import torch
 from torch.nn import Module, Parameter
 
 from mgpu_core.comm import dispatch
+from mgpu_core.devices.transfer import module_to
 from mgpu_core.parallel.replicate_modules import compiled_by_rank, plain_copies
 from mgpu_core.ranks.team import Team
 from mgpu_core.trace.tracer import span
-from mgpu_core.trees.module_tree import ModuleTree
+from mgpu_core.trees.module_copy import copy_module
+from mgpu_core.trees.module_tree import ModuleTree, tensors_of
 from mgpu_core.trees.replica_parameters import follow_attributes
 from mgpu_core.trees.views import build_replica, loosen
 
-__all__ = ["RankModules"]
+__all__ = ["RankModules", "replicas_of_loss"]
 
 
 class RankModules:
@@ -108,3 +110,16 @@ class RankModules:
         """End the reference cycles of a call's replicas, where the tree has methods in attributes."""
         if not self.is_static:
             loosen(each for each in replicas if each is not self.module)
+
+
+def replicas_of_loss(loss_fn: Any, team: Team, *, static: bool) -> Any:
+    """Return the replicas of a loss module with tensors (class weights, a running centre); anything else as it is.
+
+    A module on another device than the first is copied there, once.
+    """
+    tensors = tensors_of(loss_fn) if isinstance(loss_fn, Module) else []
+    if not tensors:
+        return loss_fn
+    if any(tensor.device != team.devices[0] for tensor in tensors):
+        loss_fn = module_to(copy_module(loss_fn), team.devices[0])
+    return RankModules(loss_fn, team, None, static=static)

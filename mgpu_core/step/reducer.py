@@ -41,7 +41,7 @@ from mgpu_core.trace import tracer
 from mgpu_core.trace.events import ALL_RANKS
 from mgpu_core.trace.tracer import current_step, in_step, is_tracing, mark, span
 
-__all__ = ["Gradients", "OwnGradients", "ReadyCounter", "Reducer"]
+__all__ = ["Gradients", "ReadyCounter", "Reducer", "gradients_of"]
 
 Weight: TypeAlias = float | torch.Tensor
 Updated: TypeAlias = Callable[[], Collection[int]]
@@ -455,3 +455,11 @@ def _remove_all(handles: dict[tuple[int, int], torch.utils.hooks.RemovableHandle
 
 def _is_sparse(gradient: torch.Tensor | None) -> bool:
     return gradient is not None and gradient.layout is not torch.strided
+
+
+def gradients_of(replicas: Replicas, communication: Communication) -> Gradients:
+    """Return the gradients of a step's ranks; those of one rank alone stay where they are, unless they are recorded."""
+    options = communication.options
+    if len(options.team) == 1 and communication.processes is None and not options.capture:
+        return OwnGradients(replicas)
+    return Reducer(replicas, communication)

@@ -205,6 +205,10 @@ class SplitPlan:
         self.is_timed = self._auto is not None
         self._timed: deque[tuple[Sequence[RankClock], list[int]]] = deque(maxlen=CLOCKS_KEPT)
 
+    def why_not_recorded(self) -> str | None:
+        """Return why a graph cannot hold a step that is cut like this; ``None``: it can."""
+        return 'shares="auto" takes the time of each rank' if self.is_timed else None
+
     def clocks(self) -> list[RankClock]:
         """Return a clock per rank for one call; none if nothing is measured."""
         return [] if self._auto is None else [RankClock(device) for device in self._team.devices]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from inspect import signature
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch.nn import Module
@@ -16,30 +16,26 @@ from mgpu_core.comm.buckets import DEFAULT_NBYTES
 from mgpu_core.devices.devices import DeviceLike
 from mgpu_core.errors import Error
 from mgpu_core.ranks.compiled import outside_the_compiler
-from mgpu_core.step.checkpoint import first_difference, state_of
+from mgpu_core.step.arguments import check_again, check_device, checked_options, warn_of_options
+from mgpu_core.step.checkpoint import first_difference, load_state, state_of
+from mgpu_core.step.cuda_graphs import CapturedSteps
 from mgpu_core.step.forward_backward import way_to_pass
-from mgpu_core.step.grad_buckets import CommHook
+from mgpu_core.step.grad_buckets import CommHook, Communication
 from mgpu_core.step.grad_scaler import LossScale
 from mgpu_core.step.graph_cache import StepGraphs
-from mgpu_core.step.loss import check_loss, joined_aux
 from mgpu_core.step.loss_check import LossCheck
-from mgpu_core.step.loss_weights import reduction_of
-from mgpu_core.step.optimizer_step import check_optimizer
-from mgpu_core.step.options import (
-    ARGUMENTS,
-    Options,
-    check_device,
-    check_module,
-    nonfinite_is_error,
-    team_of,
-)
-from mgpu_core.step.parts import Result, StepParts
+from mgpu_core.step.loss_watch import LossWatch
+from mgpu_core.step.options import ARGUMENTS
+from mgpu_core.step.pipeline_passes import passes_of
 from mgpu_core.step.process_sums import ProcessSums
+from mgpu_core.step.ranks import Ranks
+from mgpu_core.step.reducer import Reducer, gradients_of
 from mgpu_core.step.split_plan import Plan, SplitPlan
+from mgpu_core.step.update import Update
+from mgpu_core.step.window import Window, joined_aux
 from mgpu_core.support.null_context import NULL_CONTEXT
-from mgpu_core.support.warnings import warn_user
 from mgpu_core.trace import tracer
-from mgpu_core.trees.module_tree import named_parameters_of
+from mgpu_core.trees.module_tree import parameters_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -47,6 +43,8 @@ if TYPE_CHECKING:
 __all__ = ["TrainStep"]
 
 _NOT_SHOWN = ("process_group", "error_if_nonfinite")  # which do not keep their default
+_CLOSED = RuntimeError, "this step was closed"
+_Result: TypeAlias = tuple[torch.Tensor, Any, dict[str, torch.Tensor]]  # loss, outputs, further numbers
 
 
 class TrainStep:
@@ -150,23 +148,19 @@ class TrainStep:
         static_graph: bool = False,
         capture: bool = False,
     ) -> None:
-        check_module(net)
-        check_optimizer(optimizer, dict(named_parameters_of(net)))
-        check_loss(loss_fn)
-        team, has_processes = team_of(net, device_ids), process_group is not None
-        options = Options(
-            module=net,
-            loss_fn=loss_fn,
-            optimizer=optimizer,
-            team=team,
-            has_processes=has_processes,
+        options = checked_options(
+            net,
+            loss_fn,
+            optimizer,
+            device_ids,
+            has_processes=process_group is not None,
             dim=dim,
-            reduction=reduction_of(loss_fn, reduction),
+            reduction=reduction,
             loss_on=loss_on,
             amp_dtype=amp_dtype,
             accumulate=accumulate,
             clip_norm=clip_norm,
-            error_if_nonfinite=nonfinite_is_error(error_if_nonfinite, team),
+            error_if_nonfinite=error_if_nonfinite,
             shard_optimizer=shard_optimizer,
             bucket_nbytes=bucket_nbytes,
             comm_dtype=comm_dtype,
@@ -176,36 +170,60 @@ class TrainStep:
             static_graph=static_graph,
             capture=capture,
         )
+        team = options.team
         self._split_plan = SplitPlan(shares, team)
         check_device(net, team)
         self._guard = ReentrancyGuard("this step is already running: one call at a time, not one inside another")
-        processes = None if process_group is None else ProcessSums(process_group, team.devices[0])
-        self._parts = StepParts(options, self._split_plan, processes)
-        if algorithm != "auto" and len(set(team.devices)) == 1:
-            warn_user(f'algorithm="{algorithm}" has no effect: all ranks are on {team.devices[0]}, so none is needed')
-        if amp_dtype is torch.float16 and any(device.type == "cpu" for device in team.devices):
-            warn_user("float16 is slow on CPUs, most of which emulate it: use bfloat16")
+        self._processes = None if process_group is None else ProcessSums(process_group, team.devices[0])
+        self._options, self._loss_scale = options, LossScale(amp_dtype)
+        self._communication = Communication(options, self._processes)  # a hook in it outlives a rebuild
+        self._keeps_accumulating = False
+        self._refusal: tuple[type[Exception], str] | None = None
+        self._build(steps=0)
+        self._watch = LossWatch(options, is_exact=self._passes.losses.are_exact)
+        warn_of_options(options)
+
+    def _build(self, steps: int) -> None:
+        """Make the parts from the module as it is, after so many updates."""
+        options, processes, self._is_built = self._options, self._processes, False
+        if processes is not None:
+            processes.check_alike(options.shared())
+            self._send_values(processes)
+        self._ranks = Ranks(options)
+        self._gradients = gradients_of(self._ranks.replicas, self._communication)
+        self._passes = passes_of(options, self._ranks, self._split_plan)
+        self._update = Update(
+            options.optimizer, self._ranks, self._gradients, self._communication, self._loss_scale, steps
+        )
+        self._captured = None
+        if options.capture and isinstance(self._gradients, Reducer):
+            self._captured = CapturedSteps(options, self._gradients, self._passes, self._update)
+        self._is_built = True
+
+    def _send_values(self, processes: ProcessSums) -> None:
+        """Give all processes the parameters and buffers of process 0."""
+        processes.send_values([*parameters_of(self.module), *self.module.buffers()])
 
     def __getattr__(self, name: str) -> Any:
         if name in ARGUMENTS:
-            return getattr(self._parts.options, name)
+            return getattr(self._options, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ARGUMENTS:
-            self._parts.options = self._parts.options.changed(name, value)
+            self._options = self._options.changed(name, value)
         else:
             object.__setattr__(self, name, value)
 
     @property
     def loss_scale(self) -> LossScale:
         """The scale of the loss, of float16; 1 without."""
-        return self._parts.loss_scale
+        return self._loss_scale
 
     @property
     def steps(self) -> int:
         """How many updates were made so far."""
-        return self._parts.update.steps
+        return self._update.steps
 
     @property
     def shares(self) -> Sequence[float] | str | None:
@@ -219,8 +237,7 @@ class TrainStep:
     @property
     def graphs(self) -> StepGraphs | None:
         """The steps that were captured; ``None`` without ``capture=True``."""
-        captured = self._parts.captured
-        return None if captured is None else captured.graphs
+        return None if self._captured is None else self._captured.graphs
 
     @outside_the_compiler
     def __call__(self, *inputs: Any, return_outputs: bool = False, aux: bool = False, **kwargs: Any) -> Any:
@@ -250,45 +267,108 @@ class TrainStep:
             loss, outputs, numbers = self._step(inputs, kwargs, return_outputs, aux)
         return _returned(loss, outputs, numbers, return_outputs, aux) if return_outputs or aux else loss
 
-    def _step(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], return_outputs: bool, aux: bool) -> Result:
+    def _step(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], return_outputs: bool, aux: bool) -> _Result:
         """Make a step; all of it happens, or nothing."""
-        parts = self._ready()
+        if self._refusal is not None:
+            self._check_ready()
         try:
-            parts.follow_module(updates=True)
-            if parts.captured is not None and parts.update.used:
-                replayed = parts.replay(parts.captured, inputs, kwargs, return_outputs or aux)
+            self._follow_module(updates=True)
+            options, passes, update, gradients = self._options, self._passes, self._update, self._gradients
+            collects = self._keeps_accumulating or update.window.calls + 1 < options.accumulate
+            if self._captured is not None and update.used:
+                several = collects or update.window.calls > 0
+                keeps = return_outputs or aux
+                replayed = self._captured.run(options, inputs, kwargs, collects=several, keep_outputs=keeps)
                 if replayed is not None:
                     return replayed, None, {}
-            options, passes, update, gradients = parts.options, parts.passes, parts.update, parts.gradients
             window = update.begin(options)
-            window.is_whole &= not parts.keeps_accumulating
-            is_due = not parts.keeps_accumulating and window.calls + 1 >= options.accumulate
-            if parts.split_plan.is_timed:
-                parts.split_plan.follow_the_clocks()
-            ranks, rows = passes.split(inputs, kwargs)
-            gradients.begin(len(ranks), overlap=is_due, goes_on=window.calls > 0)
-            parts.calls += 1
-            run = parts.watched if parts.first_calls.go_on or parts.checks_losses else passes.run
-            losses, rows, outputs = run(window, ranks, rows, inputs, return_outputs)
-            loss = window.add(rows, losses, parts.device)
+            window.is_whole &= not self._keeps_accumulating
+            if self._split_plan.is_timed:
+                self._split_plan.follow_the_clocks()
+            parts, rows = passes.split(inputs, kwargs)
+            gradients.begin(len(parts), overlap=not collects, goes_on=window.calls > 0)
+            if self._watch.is_on:
+                losses, weighed, rank_outputs = self._watch.run(passes, window, parts, rows, inputs, return_outputs)
+            else:
+                losses, weighed, rank_outputs = passes.run(window, parts, rows, inputs, return_outputs)
+            outputs = passes.joined(rank_outputs, rows) if return_outputs else None
+            loss = window.add(weighed, losses, options.team.devices[0])
             if gradients.hooks is not None:
                 gradients.call_hooks(window.hook_factor())
-            numbers = joined_aux(losses, rows, options.reduction) if aux else {}
-            if is_due:
-                update.commit(options)
-            else:
+            numbers = joined_aux(losses, weighed, options.reduction) if aux else {}
+            if collects:
                 gradients.set_aside()
+            else:
+                update.commit(options)
             return loss, outputs, numbers
         except BaseException as error:
-            parts.give_up()
+            self._give_up()
             hint = "" if kwargs else way_to_pass(inputs)
             if isinstance(error, TypeError | AttributeError) and hint not in str(error):
                 error.add_note(hint)
             raise
 
+    def _check_ready(self) -> None:
+        """Raise why no step can be made, if that is so."""
+        if self._refusal is not None:
+            kind, reason = self._refusal
+            raise kind(reason)
+
+    def _follow_module(self, *, updates: bool) -> None:
+        """Bring all ranks up to the module as it is now; a module with other parameters has everything made anew.
+
+        Args:
+            updates: the call is a step, and not an evaluation.
+        """
+        if not self._ranks.follow() or not self._is_built:
+            if self._processes is not None:
+                raise RuntimeError(
+                    "the parameters of the module are no longer those of this step: call step.rebuild() in all "
+                    "processes"
+                )
+            if self._update.window.calls:
+                raise RuntimeError(
+                    "the parameters of the module have become others while gradients were accumulated: call "
+                    "step.flush() before, or step.rebuild(), which drops the gradients"
+                )
+            self._rebuild()
+        if self._gradients.buckets is not None:
+            self._follow_parameters(updates=updates)
+
+    def _follow_parameters(self, *, updates: bool = False) -> None:
+        """Copy changes of parameters to all ranks; recordings of another layout go."""
+        if self._update.follow(updates=updates) and self._captured is not None:
+            self._captured.graphs.clear()
+
+    def _give_up(self) -> None:
+        """Wait for ranks that are still at work, and drop the gradients of the calls since the last update."""
+        self._gradients.cancel()
+        if self._ranks_have_ended():
+            if self._processes is not None:
+                self._processes.abandon()
+            self._update.restore()
+            self._refuse_if(self._update.broken)
+
+    def _ranks_have_ended(self) -> bool:
+        """Wait, after a failure, for ranks that are still at work; where one does not end, the step is broken."""
+        self._refuse_if("a rank may still be at work in a step that was given up")  # Ctrl-C may come again
+        late = self._ranks.stop()
+        if late is not None:
+            self._refuse_if(late)
+        return late is None
+
+    def _refuse_if(self, broken: str | None) -> None:
+        """Keep why no further step can be made: ``broken``, or a failure between processes, or the end."""
+        if self._refusal == _CLOSED:
+            return
+        if self._processes is not None and self._processes.broken is not None:
+            self._refusal = Error, self._processes.broken
+        else:
+            self._refusal = None if broken is None else (Error, f"{broken}: call step.rebuild(), or make a new one")
+
     def plan(self) -> Plan:
         """Return the plan of each rank: its device, share of the rows, rows in the last call, how it runs, and why."""
-        return self._split_plan.table(self._parts.passes.workers)
+        return self._split_plan.table(self._ranks.workers)
 
     def evaluate(self, *inputs: Any, return_outputs: bool = False, aux: bool = False, **kwargs: Any) -> Any:
         """Return the loss of a batch, without gradients and without an update; arguments and results as for a step.
@@ -296,10 +376,24 @@ class TrainStep:
         The module is used as it is: call ``net.eval()`` before.
         """
         with self._guard:
-            parts = self._ready()
+            self._check_ready()
             with tracer.span("evaluate"):
-                loss, outputs, numbers = parts.evaluate(inputs, kwargs, return_outputs, aux)
+                loss, outputs, numbers = self._evaluate(inputs, kwargs, return_outputs, aux)
         return _returned(loss, outputs, numbers, return_outputs, aux)
+
+    def _evaluate(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], keep_outputs: bool, aux: bool) -> _Result:
+        self._follow_module(updates=False)
+        parts, rows = self._passes.split(inputs, kwargs)
+        with torch.no_grad():
+            try:
+                losses, weighed, rank_outputs = self._passes.run(None, parts, rows, inputs, keep_outputs)
+                outputs = self._passes.joined(rank_outputs, rows) if keep_outputs else None
+            except BaseException:
+                if self._ranks_have_ended():
+                    self._refuse_if(None)
+                raise
+            loss = Window(self.reduction, 1).add(weighed, losses, self.team.devices[0])
+            return loss, outputs, joined_aux(losses, weighed, self.reduction) if aux else {}
 
     def check_loss(self, *inputs: Any, **kwargs: Any) -> LossCheck:
         """Compare the loss of all rows of a batch together with the sum of the ranks' losses; warn where they differ.
@@ -315,7 +409,9 @@ class TrainStep:
             Both numbers, and whether they agree; or why that could not be judged.
         """
         with self._guard:
-            return self._ready().check_loss(inputs, kwargs)
+            self._check_ready()
+            self._follow_module(updates=False)
+            return self._watch.check(self._passes, inputs, kwargs)
 
     def flush(self) -> bool:
         """Update by the calls since the last update, if there are any: at the end of an epoch, with ``accumulate``.
@@ -324,27 +420,27 @@ class TrainStep:
         there were any.
         """
         with self._guard:
-            parts = self._ready()
-            if not parts.update.window.calls:
+            self._check_ready()
+            if not self._update.window.calls:
                 return False
             with tracer.span("train_step"):
                 try:
-                    parts.follow_parameters(updates=True)
-                    parts.gradients.begin(0, overlap=False, goes_on=True)
-                    parts.update.commit(parts.options)
+                    self._follow_parameters(updates=True)
+                    self._gradients.begin(0, overlap=False, goes_on=True)
+                    self._update.commit(self._options)
                 except BaseException:
-                    parts.give_up()
+                    self._give_up()
                     raise
         return True
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Let the calls inside add their gradients up; the first call after it that may, updates by all of them."""
-        before, self._parts.keeps_accumulating = self._parts.keeps_accumulating, True
+        before, self._keeps_accumulating = self._keeps_accumulating, True
         try:
             yield
         finally:
-            self._parts.keeps_accumulating = before
+            self._keeps_accumulating = before
 
     def register_comm_hook(self, hook: CommHook | None) -> None:
         """Let ``hook(bucket)`` sum each bucket over the devices instead of the all-reduce; ``None`` takes it away.
@@ -356,9 +452,9 @@ class TrainStep:
         Raises:
             RuntimeError: gradients are being accumulated.
         """
-        if self._parts.update.window.calls:
+        if self._update.window.calls:
             raise RuntimeError("a communication hook changes between updates, not between calls that accumulate")
-        self._parts.communication.hook = hook
+        self._communication.hook = hook
 
     def sync_parameters(self) -> None:
         """Give all devices the values of ``net``: after writes through ``.data``, which torch does not count.
@@ -366,7 +462,11 @@ class TrainStep:
         With a ``process_group`` all processes call it, and get the parameters and buffers of process 0.
         """
         with self._guard:
-            self._ready().make_equal()
+            self._check_ready()
+            if self._processes is not None:
+                self._send_values(self._processes)
+            self._ranks.replicas.send_values()
+            self._update.optimizer_step.remember_values()
 
     def check_replicas(self) -> None:
         """Compare the parameters of all ranks bit by bit; waits for the devices.
@@ -378,9 +478,9 @@ class TrainStep:
             Error: names the parameter and the rank that differs.
         """
         with self._guard:
-            parts = self._ready()
-            parts.follow_parameters()
-            difference = first_difference(parts.replicas)
+            self._check_ready()
+            self._follow_parameters()
+            difference = first_difference(self._ranks.replicas)
         if difference is not None:
             name, rank = difference
             raise Error(
@@ -391,7 +491,7 @@ class TrainStep:
     def state_dict(self) -> dict[str, Any]:
         """Return compact copies of module, optimizer and random numbers, for a step of any number of ranks."""
         with self._guard:
-            self._ready()
+            self._check_ready()
             counts: dict[str, Any] = {"steps": self.steps, "loss_scale": self.loss_scale.state_dict()}
             counts["shares"] = self._split_plan.measured()
             return state_of(self.module, self.optimizer) | counts
@@ -405,28 +505,49 @@ class TrainStep:
             ValueError: a state that does not fit, before anything is changed.
         """
         with self._guard:
-            self._ready().load(state)
+            self._check_ready()
+            load_state(state, self.module, self.optimizer)
+            self._update.steps = int(state["steps"])
+            self._loss_scale.load_state_dict(state["loss_scale"])
+            self._split_plan.resume(state["shares"])
+            self._gradients.abandon()
+            self._update.close()
 
     def rebuild(self) -> None:
         """Make all parts of the step anew from ``net`` as it is: after a failure, or with ``static_graph``."""
         with self._guard:
-            self._parts.rebuild()
+            if self._refusal == _CLOSED:
+                raise RuntimeError(_CLOSED[1])
+            check_again(self._options)
+            self._rebuild()
+
+    def _rebuild(self) -> None:
+        check_device(self.module, self.team)
+        self._refuse_if("it could not be built")
+        self._is_built = False  # until all of it is: a failure in between makes the next call build again
+        self._leave()
+        self._build(self._update.steps)
+        self._refuse_if(None)
 
     def close(self) -> None:
         """Give ``net`` and the optimizer memory of their own again, and ends the threads; the step is over."""
         with self._guard:
-            self._parts.close()
+            if self._refusal != _CLOSED:
+                self._refusal = _CLOSED
+                self._leave()
             self.team.close()
 
-    def _ready(self) -> StepParts:
-        """Return the parts if a step can be made; raise otherwise."""
-        if self._parts.refusal is not None:
-            kind, reason = self._parts.refusal
-            raise kind(reason)
-        return self._parts
+    def _leave(self) -> None:
+        """Give module and optimizer memory of their own again."""
+        if self._captured is not None:
+            self._captured.graphs.clear()
+            self._captured.recorder.forget()
+        self._gradients.close()
+        self._update.optimizer_step.leave()
+        self._ranks.replicas.release()
 
     def __repr__(self) -> str:
-        now = self._parts.options
+        now = self._options
         names = ", ".join(map(str, self.team.devices))
         loss_fn = getattr(now.loss_fn, "__name__", type(now.loss_fn).__name__) if now.loss_fn else None
         others = [

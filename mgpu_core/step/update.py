@@ -15,17 +15,18 @@ from itertools import compress
 from operator import attrgetter
 
 import torch
+from torch.optim import Optimizer
 
 from mgpu_core.devices.memory import note_written
+from mgpu_core.step.grad_buckets import Communication
 from mgpu_core.step.grad_clip import are_finite, check_finite, clip, factor_of, multiply
 from mgpu_core.step.grad_scaler import LossScale
-from mgpu_core.step.loss import Window
 from mgpu_core.step.optimizer_step import LeftOverStep, OptimizerStep
 from mgpu_core.step.options import Options
-from mgpu_core.step.process_sums import ProcessSums
+from mgpu_core.step.ranks import Ranks
 from mgpu_core.step.reducer import Gradients
-from mgpu_core.step.replicas import Replicas
-from mgpu_core.step.rollback import BufferSnapshot, uninterrupted
+from mgpu_core.step.rollback import uninterrupted
+from mgpu_core.step.window import Window
 from mgpu_core.support.null_context import NULL_CONTEXT
 from mgpu_core.trace import tracer
 from mgpu_core.trace.events import ALL_RANKS
@@ -39,14 +40,17 @@ class Update:
     """The update of one window after the other.
 
     Args:
-        replicas, gradients, optimizer_step: of the step.
-        loss_scale: of its losses.
-        processes: the sums over all processes; ``None``: there are no others.
-        buffers: put back when the window is abandoned.
+        optimizer: the user's.
+        ranks: of the step; their buffers are put back when the window is abandoned.
+        gradients: of the ranks.
+        communication: how they are summed.
+        loss_scale: of the losses.
         steps: updates so far.
 
     Attributes:
-        replicas, optimizer_step, loss_scale, steps: the same.
+        loss_scale, steps: the same.
+        optimizer_step: runs the optimizer on all devices.
+        replicas: the ranks' parameters.
         window: the calls since the last update.
         used: per parameter whether the last update used it.
         broken: why this process cannot go on with the others; ``None``: it can.
@@ -54,21 +58,56 @@ class Update:
 
     def __init__(
         self,
-        replicas: Replicas,
+        optimizer: Optimizer,
+        ranks: Ranks,
         gradients: Gradients,
-        optimizer_step: OptimizerStep,
+        communication: Communication,
         loss_scale: LossScale,
-        processes: ProcessSums | None,
-        buffers: BufferSnapshot,
         steps: int,
     ) -> None:
-        self.replicas, self._gradients, self.optimizer_step = replicas, gradients, optimizer_step
-        self.loss_scale, self._processes, self._buffers = loss_scale, processes, buffers
+        self.replicas, self._gradients, self._buffers = ranks.replicas, gradients, ranks.buffers
+        self.loss_scale, self._processes = loss_scale, communication.processes
+        self.optimizer_step = OptimizerStep(optimizer, ranks.replicas, gradients, communication.shards > 1)
         self._shared_rows = 1.0  # of the last update, in all processes
         self.steps = steps
         self.window = Window("mean", 1)
         self.used: list[bool] = []
         self.broken: str | None = None
+
+    def follow(self, *, updates: bool = False) -> bool:
+        """Copy changes that the user made to parameters since the last call to all ranks.
+
+        Args:
+            updates: an update follows, by which parameters may have to be in a bucket.
+
+        Returns:
+            Whether the next update is made as the first one was: recordings of the ones before are void.
+
+        Raises:
+            RuntimeError: a parameter must be in a bucket by now, and several processes cannot lay out again.
+        """
+        replicas, optimizer_step, buckets = self.replicas, self.optimizer_step, self._gradients.buckets
+        if buckets is None:
+            return False
+        if replicas.follow():
+            self._gradients.register_hooks()
+        if not replicas.have_left:
+            if optimizer_step.has_copies and (changed := optimizer_step.values_changed()):
+                replicas.send_values(changed)
+                optimizer_step.remember_values()
+            may_add = updates and buckets.left_out
+            name = buckets.parameter_to_add(optimizer_step.parameters) if may_add else None
+            if name is None:
+                return False
+            if self._processes is not None:
+                raise RuntimeError(
+                    f"parameter {name} was frozen, and none of the optimizer's, when the processes made this step, and "
+                    "is trained now: call step.rebuild() in all processes"
+                )
+        optimizer_step.close()
+        self._gradients.forget_layout()
+        self.used = []
+        return True
 
     def open_window(self, reduction: str, accumulate: int) -> None:
         """Begin to count the calls of the next update."""
@@ -124,7 +163,8 @@ class Update:
         """
         gradients, factor, is_flat = self._gradients, self.window.factor(weight), self.optimizer_step.is_flat
         clip_norm, error_if_nonfinite = options.clip_norm, options.error_if_nonfinite
-        if self.loss_scale.is_on and not are_finite(gradients, self._norm(options)):
+        # A sum of torch's would find such numbers, too, but its threads would run next to those of the ranks.
+        if self.loss_scale.is_on and not (float(self._norm(options)) < math.inf or are_finite(gradients.sums)):
             return None
         if factor is not None and not is_flat:
             multiply(gradients.sums, factor)
@@ -133,7 +173,7 @@ class Update:
             norm = self._norm(options)
             if error_if_nonfinite and not math.isfinite(float(norm)):
                 count = 1 if self._processes is None else self._processes.count
-                check_finite(gradients, norm, self.replicas, count)
+                check_finite(gradients.sums, self.replicas, count)
             if clip_norm is not None and is_flat:
                 factor = factor_of(factor, norm, clip_norm)
             elif clip_norm is not None:
@@ -176,6 +216,16 @@ class Update:
         if self._buffers.is_taken:
             self._buffers.drop()  # an interrupt that waited for this comes next, and must not undo a half
 
+    def why_not_recorded(self, options: Options) -> str | None:
+        """Return why a graph cannot hold an update with these options; ``None``: it can."""
+        reasons = (
+            (self._processes is not None, "its gradients are summed over several processes"),
+            (any(parameter._backward_hooks for parameter in self.replicas.own), "a parameter has a hook"),
+            (options.error_if_nonfinite, "error_if_nonfinite=True waits for the gradients"),
+            (self.optimizer_step.memory is None, "its optimizer is none of mgpu_core.optim, or has step hooks"),
+        )
+        return next((reason for holds, reason in reasons if holds), None)
+
     def replay(self, run: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
         """Replay an update of the same parameters as the last one.
 
@@ -207,9 +257,3 @@ class Update:
                 note_written(list(compress(self.replicas.own, self.used)))
                 self._count(self.used)
         return loss
-
-    def forget_layout(self) -> None:
-        """Make the next update as the first one was made."""
-        self.optimizer_step.close()
-        self._gradients.forget_layout()
-        self.used = []

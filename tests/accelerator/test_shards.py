@@ -99,7 +99,7 @@ def test_each_device_keeps_an_nth_of_the_state(devices):
     step(numbers(8, 64), numbers(8, 64))
     kept = {
         device.groups.device: sum(each.numel() for flats in device.states.values() for each in flats)
-        for device in step._parts.optimizer_step.flat.devices
+        for device in step._update.optimizer_step.flat.devices
     }
     shards = len(set(devices))
     assert len(kept) == shards

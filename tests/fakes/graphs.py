@@ -46,7 +46,7 @@ def total(output, target):
 
 def give_graphs(monkeypatch, kind):
     """Makes devices of this kind those that have graphs."""
-    for index in ("devices.graphs", "step.cuda_graphs"):
+    for index in ("devices.graphs", "step.cuda_graphs", "step.ranks"):
         monkeypatch.setattr(f"mgpu_core.{index}.GRAPH_DEVICE", kind)
 
 
@@ -82,13 +82,13 @@ class Recorder:
 
     def _memory(self):
         """What a step writes: parameters and buffers, tables and states, on all devices; torch counts no write here."""
-        loop = self.step._parts
-        for row in loop.replicas.parameters:
+        ranks = self.step._ranks
+        for row in ranks.replicas.parameters:
             yield from (each.data for each in row)
-        for modules in loop.modules:
+        for modules in ranks.modules:
             for module in modules.kept:
                 yield from module.buffers()
-        for device in loop.optimizer_step.flat.devices:
+        for device in self.step._update.optimizer_step.flat.devices:
             yield from (*device.segments, device.held_back, device.clip)
             yield from (each.data for flats in device.states.values() for each in flats)
 
@@ -168,12 +168,12 @@ class Replay:
 
 def recorder_of(step):
     """What records the step: there is no other way to it."""
-    return step._parts.captured.recorder
+    return step._captured.recorder
 
 
 def without_gpu(step, recorder=None):
     """Return the step, with a recorder that needs no GPU."""
-    step._parts.captured.recorder = recorder or Recorder(step)
+    step._captured.recorder = recorder or Recorder(step)
     return step
 
 

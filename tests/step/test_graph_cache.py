@@ -69,7 +69,7 @@ def test_why_not_is_told_once(settings, call, reason):
 
 
 def test_a_device_without_graphs(monkeypatch):
-    monkeypatch.setattr("mgpu_core.step.cuda_graphs.GRAPH_DEVICE", "cuda")
+    give_graphs(monkeypatch, "cuda")
     net = Linear()
     step = step_of(net, SGD(net.parameters(), lr=0.001))
     step(torch.ones(4, 3), torch.ones(4, 2))

@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from mgpu_core import optim
 from mgpu_core.devices.devices import CPU, DeviceLike, as_devices, default_devices
-from mgpu_core.step.loss import output_loss
-from mgpu_core.step.options import check_module
+from mgpu_core.step.arguments import check_module
+from mgpu_core.step.losses import output_loss
 from mgpu_core.tools.advise.batches import Batch, batch_sizes
 from mgpu_core.trace.tracer import is_tracing
 

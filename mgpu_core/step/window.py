@@ -8,112 +8,23 @@ weights is divided when all weights are known, after the sums over the ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.nn import Module
 
-from mgpu_core.devices.transfer import module_to, to_device
-from mgpu_core.ranks.team import Team
-from mgpu_core.step.rank_modules import RankModules
-from mgpu_core.trees.module_copy import copy_module
-from mgpu_core.trees.module_tree import parameters_of, tensors_of
+from mgpu_core.devices.transfer import to_device
+from mgpu_core.step.losses import RankLoss, RankPart, number_of
 
 __all__ = [
     "REDUCTIONS",
-    "RankLoss",
     "Window",
-    "check_loss",
     "joined_aux",
-    "loss_of_ranks",
-    "output_loss",
-    "rank_loss",
     "total_of",
     "weighted_mean",
 ]
 
 REDUCTIONS = ("mean", "sum", "weighted")
-_WIDE = {torch.float32, torch.float64}  # that a loss is kept in as it is
-
-
-def check_loss(loss_fn: Any) -> None:
-    """Check the loss function of a step.
-
-    Raises:
-        TypeError: it cannot be called.
-        ValueError: a module with parameters that require grad, which no optimizer would update.
-    """
-    if loss_fn is not None and not callable(loss_fn):
-        raise TypeError(f"loss_fn must be callable, or None where the module returns the loss, not {loss_fn!r}")
-    if isinstance(loss_fn, type) and issubclass(loss_fn, Module):
-        raise TypeError(f"loss_fn must be an instance, {loss_fn.__name__}(), and not the class")
-    if isinstance(loss_fn, Module) and any(parameter.requires_grad for parameter in parameters_of(loss_fn)):
-        raise ValueError(
-            f"{type(loss_fn).__name__} has parameters of its own: make it part of the module, which then returns the "
-            "loss, and pass loss_fn=None"
-        )
-
-
-def loss_of_ranks(loss_fn: Any, team: Team, *, static: bool) -> Any:
-    """Return the replicas of a loss module with tensors (class weights, a running centre); anything else as it is.
-
-    A module on another device than the first is copied there, once.
-    """
-    tensors = tensors_of(loss_fn) if isinstance(loss_fn, Module) else []
-    if not tensors:
-        return loss_fn
-    if any(each.device != team.devices[0] for each in tensors):
-        loss_fn = module_to(copy_module(loss_fn), team.devices[0])
-    return RankModules(loss_fn, team, None, static=static)
-
-
-@dataclass(slots=True)
-class RankLoss:
-    """The loss of one rank.
-
-    Attributes:
-        value: the number to differentiate.
-        weight: for ``weighted``, the weight next to the sum; for a mean over labels its divisor; ``None``:
-            a mean over rows, or a sum.
-        aux: further numbers by name, which are weighed like the loss.
-        is_constant: it has no gradient: none of this rank's rows gave a reason to learn.
-    """
-
-    value: torch.Tensor
-    weight: torch.Tensor | float | None = None
-    aux: Mapping[str, Any] | None = None
-    is_constant: bool = False
-
-
-def rank_loss(result: Any, reduction: str) -> RankLoss:
-    """Check the result of a loss function: ``loss`` or ``(loss, {name: number})``; ``weighted``: see the step.
-
-    Raises:
-        TypeError, ValueError: it is not one number, or for ``weighted`` not a pair of numbers.
-    """
-    if type(result) is torch.Tensor and result.ndim == 0 and result.dtype in _WIDE and reduction != "weighted":
-        return RankLoss(result)  # as a rule
-    aux: Mapping[str, Any] | None = None
-    if isinstance(result, tuple | list) and len(result) > 1 and isinstance(result[-1], Mapping):
-        *result, aux = result
-        result = result[0] if reduction != "weighted" and len(result) == 1 else result
-    if reduction != "weighted":
-        return RankLoss(_number(result, "the loss"), aux=aux)
-    if not isinstance(result, tuple | list) or len(result) != 2:
-        raise TypeError(
-            'reduction="weighted" needs (sum, weight) or (sum, weight, {name: number}) from loss_fn, or from the '
-            f"module as mgpu_core.integrations.transformers.WeightedLoss(model) returns it, not {_described(result)}"
-        )
-    value = _number(result[0], "the sum of the losses")
-    weight = result[1] if isinstance(result[1], torch.Tensor) else torch.full((), float(result[1]), device=value.device)
-    return RankLoss(value, _number(weight, "the weight").detach().to(value.dtype), aux)
-
-
-def output_loss(output: Any) -> Any:
-    """Return the loss of a module that has no loss function: its output, or the output's ``loss``."""
-    return output if isinstance(output, torch.Tensor | tuple | list) else getattr(output, "loss", output)
 
 
 def joined_aux(losses: Sequence[RankLoss], rows: Sequence[int], reduction: str) -> dict[str, torch.Tensor]:
@@ -144,35 +55,7 @@ def joined_aux(losses: Sequence[RankLoss], rows: Sequence[int], reduction: str) 
 def _aux_number(value: Any, name: str, device: torch.device) -> torch.Tensor:
     if isinstance(value, bool | int | float):
         return torch.full((), float(value), device=device)  # a kernel: the host does not wait
-    return to_device(_number(value, f"the aux number {name}").detach(), device, torch.float32)
-
-
-def _number(value: Any, name: str) -> torch.Tensor:
-    if isinstance(value, Mapping):
-        raise TypeError(
-            f'{name} must be a tensor of one element, not {_described(value)}: return (loss, {{"name": number}}), and '
-            "step(..., aux=True) returns the further numbers, too"
-        )
-    if value is None:
-        raise TypeError(
-            f"{name} must be a tensor of one element, not None: with loss_fn=None the module returns it, as models of "
-            "transformers do for batches with labels"
-        )
-    if not isinstance(value, torch.Tensor):
-        hint = ': (sum, weight) needs reduction="weighted"' if isinstance(value, tuple) and len(value) == 2 else ""
-        raise TypeError(f"{name} must be a tensor of one element, not {_described(value)}{hint}")
-    if value.numel() != 1:
-        raise ValueError(
-            f"{name} must be one number, not a tensor of shape {tuple(value.shape)}: reduce it over its rows"
-        )
-    # Half precision could hold neither a loss scale nor the sum of many weights.
-    return value.reshape(()).float() if value.element_size() < 4 else value.reshape(())
-
-
-def _described(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    return f"a {type(value).__name__}"
+    return to_device(number_of(value, f"the aux number {name}").detach(), device, torch.float32)
 
 
 def weighted_mean(
@@ -254,18 +137,25 @@ class Window:
         self._is_weighed = False
         self._call_weight: Any = 0.0  # of the last call
 
-    def unit(self, elements: int) -> float:
-        """Return the factor before backward of a mean over labels, besides their weight.
+    def seed(self, parts: Sequence[RankPart], rows: Sequence[int]) -> None:
+        """Set the factor of each part's loss before backward.
 
-        A number near that of the labels, and one that the host knows: a loss scale works as for other means.
-
-        Args:
-            elements: the targets of all ranks, ignored ones, too; 0: as many as rows.
+        Of a mean over labels it is, besides their weight, a number near that of all targets, ignored ones, too, and one
+        that the host knows: a loss scale works as for other means.
         """
+        for part, factor in zip(parts, self._seeds(rows), strict=True):
+            part.seed = factor
+        if self.is_whole and len(parts) == 1:
+            return
+        elements = 0
+        for part in parts:
+            if part.target and type(part.target[0]) is torch.Tensor and part.target[0].ndim > 1:
+                elements += part.target[0].numel()
         self._elements = self._elements or float(elements * self._planned) or self._seeded or 1.0
-        return self._scale / self._elements
+        for part in parts:
+            part.unit = self._scale / self._elements
 
-    def seeds(self, rows: Sequence[int]) -> list[float]:
+    def _seeds(self, rows: Sequence[int]) -> list[float]:
         """Return the factor of each rank's loss before backward; ``rows`` has one entry per rank."""
         if self._reduction != "mean":
             return [self._scale] * len(rows)

@@ -77,6 +77,19 @@ def _module(below: list[str], name: str) -> str:
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 IMPORTS = {module_of(path): imports_of(path) for path in FILES}
 
+WAITS = {"Condition", "RLock", "Event", "Semaphore", "BoundedSemaphore", "Barrier", "Thread", "Timer"}
+WAITING = ("ranks.", "devices.exclusive", "devices.peers", "inference.request_queue")  # peers reads a child's pipes
+
+
+def test_lanes_wait_in_ranks_and_threads_for_each_other_in_one_file():
+    """A lock of a few statements may be anywhere; whoever waits for other code has a limit, and says for what."""
+    for path in FILES:
+        names = {alias.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)
+                 and node.module == "threading" for alias in node.names}  # fmt: skip
+        names |= set(re.findall(r"\bthreading\.(\w+)\(", path.read_text()))
+        if not module_of(path).startswith((*WAITING, "tools.")):
+            assert not names & WAITS, path
+
 
 @pytest.mark.parametrize("module", IMPORTS)
 def test_python_arrows_point_down(module):

@@ -8,7 +8,6 @@ of these GPUs, this driver, this NCCL and this build (:mod:`mgpu_core.devices.ca
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 from mgpu_core import _core
 from mgpu_core.comm.traffic_trace import discard_warmup
 from mgpu_core.devices import cache
+from mgpu_core.devices.exclusive import Exclusive
 from mgpu_core.devices.machine_key import machine_key
 from mgpu_core.devices.nccl_teams import P2P_VARIABLE, nccl_is_there, nccl_is_trusted, practice
 from mgpu_core.trace.tracer import mark
@@ -31,7 +31,8 @@ Table = Mapping[int, str]
 Run = Callable[[str, int], None]  # all-reduces so many bytes by this algorithm, waits for it and checks the result
 
 _tables: dict[tuple[int, ...], Table] = {}
-_one_at_a_time = threading.Lock()  # two threads that measure together would see each other's load, and share a team
+# Two threads that measure together would see each other's load, and share a team.
+_one_at_a_time = Exclusive("the measurement of all-reduces in another thread did not end")
 
 
 def choose(devices: Sequence[int], nbytes: int, run: Run) -> str:

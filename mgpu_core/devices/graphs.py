@@ -6,14 +6,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import dataclass
-from threading import Lock
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 
+from mgpu_core.devices.exclusive import Exclusive
 from mgpu_core.devices.streams import CaptureStream, on
-from mgpu_core.devices.time_limits import time_limit
-from mgpu_core.errors import Error
 
 __all__ = ["GRAPH_DEVICE", "CudaRecorder", "Recording", "Recordings"]
 
@@ -127,7 +125,7 @@ class Recordings(Generic[T]):
 
 
 # CUDA allows one recording in a process at a time: whoever else comes, waits.
-_recording = Lock()
+_recording = Exclusive("another recording of a CUDA graph did not end")
 
 
 class Recording:
@@ -176,20 +174,16 @@ class CudaRecorder:
         Raises:
             Error: another recording did not end in time, or no stream is left.
         """
-        seconds = time_limit()
-        if not _recording.acquire(timeout=seconds):
-            raise Error(f"another recording of a CUDA graph did not end within {seconds:g} s")
-        try:
+        with _recording:
             if device not in self._pools:
                 self._pools[device] = _Pool(device)
             pool = self._pools[device]
             recording = Recording(torch.cuda.CUDAGraph(), pool.stream)
-            return recording, _captured(recording.graph, device, pool, work)
-        except torch.OutOfMemoryError:
-            torch.cuda.empty_cache()  # the allocator gives back nothing while it serves a capture
-            raise
-        finally:
-            _recording.release()
+            try:
+                return recording, _captured(recording.graph, device, pool, work)
+            except torch.OutOfMemoryError:
+                torch.cuda.empty_cache()  # the allocator gives back nothing while it serves a capture
+                raise
 
     def forget(self) -> None:
         """Make new pools, with new streams, after a step could not be recorded: these may be in any state."""

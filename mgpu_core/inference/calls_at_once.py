@@ -13,7 +13,6 @@ call makes: from then on they run one at a time.
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from types import CodeType, FrameType
@@ -22,6 +21,7 @@ from typing import Any
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
+from mgpu_core.devices.exclusive import Exclusive
 from mgpu_core.parallel.first_calls import Call, FirstCalls
 from mgpu_core.parallel.first_calls.lost import LostAttributes
 from mgpu_core.parallel.first_calls.shared import SharedObjects
@@ -51,16 +51,15 @@ class CallsAtOnce:
 
     def __init__(self, module: Module) -> None:
         self._module = module
-        self._changes = threading.Condition()
-        self._running = 0
-        self._is_alone = self._one_at_a_time = False
+        self._exclusive = Exclusive(f"other calls of {type(module).__name__} did not end")
+        self._one_at_a_time = False
         self._known: set[Hashable] = set()  # whose calls change nothing
         self._changed: set[str] = set()  # by a call so far
 
     @contextmanager
     def call(self, branch: Hashable) -> Iterator[None]:
         """Run a call inside; alone where calls of this branch may change the module."""
-        alone = self._enter(branch)
+        alone = self._exclusive.enter(lambda: self._one_at_a_time or branch not in self._known)
         try:
             if not alone or self._one_at_a_time or sys.getprofile() is not None:
                 yield
@@ -71,18 +70,7 @@ class CallsAtOnce:
                 yield
             self._learn(branch, {*changes, *first.changed(watched)})
         finally:
-            with self._changes:
-                self._running -= 1
-                self._is_alone = False
-                self._changes.notify_all()
-
-    def _enter(self, branch: Hashable) -> bool:
-        """Wait for the call's turn; return whether it runs alone."""
-        with self._changes:
-            self._changes.wait_for(lambda: not self._is_alone and (branch in self._known or not self._running))
-            self._running += 1
-            self._is_alone = self._one_at_a_time or branch not in self._known
-            return self._is_alone
+            self._exclusive.leave()
 
     def _learn(self, branch: Hashable, changes: set[str]) -> None:
         """Note the changes of a call that ran alone; warn where one before it has made the same."""

@@ -224,7 +224,7 @@ class PlacedCall(Visit):
 
     def _end_turn(self) -> None:
         if self._at >= 0:
-            self._waiting.end_turn(id(self))
+            self._waiting.end_turn(self)
             self._at = -1
 
     def go_to(self, stage: int) -> None:
@@ -232,6 +232,6 @@ class PlacedCall(Visit):
         if stage == self._at:
             return
         self._at = stage  # before: Ctrl-C may come as soon as the turn has
-        self._waiting.turn(id(self), stage, None)
+        self._waiting.turn(self, stage)
         super().go_to(stage)
         self.make_current()

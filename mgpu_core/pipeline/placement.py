@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, pairwise
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import Module, Sequential
 
+from mgpu_core.devices.exclusive import Exclusive
 from mgpu_core.devices.transfer import to_device
 from mgpu_core.pipeline.before import Before
 from mgpu_core.pipeline.layers import (
@@ -167,7 +167,8 @@ class Placement:
         self._own: dict[int, set[str]] = {}  # ids of modules that keep something of a batch, with their containers
         self.in_backward: dict[torch.device, Visit] = {}
         self.copies = ParameterCopies()
-        self.waiting, self.alone = Waiting({}, ()), threading.RLock()
+        self.waiting = Waiting({}, ())
+        self.alone = Exclusive("the first call of a placed module, in another thread, did not end", again=True)
         self.is_active = self.is_learning = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -193,13 +194,15 @@ class Placement:
 
         A new layer belongs to the part of its name.
         """
+        if self._contents == _contents_of(root):
+            return False
         with self.alone:
-            if self._contents == _contents_of(root):
-                return False
-            self._layout = self._found(root)
-            self.apply(root)
-            self.known.clear()
-            return True
+            has_changed: bool = self._contents != _contents_of(root)  # unless another call was first
+            if has_changed:
+                self._layout = self._found(root)
+                self.apply(root)
+                self.known.clear()
+            return has_changed
 
     def look_closer(self) -> None:
         """Look for tensors of other stages inside layers, too; next time for nodes of other threads instead."""

@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import wraps
-from threading import Condition, get_ident
+from threading import get_ident
 from typing import Any, TypeVar, cast
 
 import torch
@@ -27,9 +27,8 @@ from torch._C import _get_tracing_state, _len_torch_dispatch_stack
 from torch.nn import Module
 from torch.utils._pytree import tree_leaves
 
-from mgpu_core.devices.time_limits import time_limit
+from mgpu_core.devices.exclusive import Exclusive
 from mgpu_core.devices.traces import refuse_traces, what_to_trace
-from mgpu_core.errors import Error
 from mgpu_core.support.null_context import NULL_CONTEXT
 
 __all__ = ["compiled_calls", "compiler_lent", "outside_the_compiler"]
@@ -138,7 +137,7 @@ def _kind_of(replica: Module, args: Any, kwargs: Any) -> Any:
 
 @dataclass(slots=True)
 class _Use:
-    """Of the compiler, by a thread that is inside it, or has lent it."""
+    """The use of the compiler by a thread, which is inside it, or has lent it to others."""
 
     thread: int
     alone: bool
@@ -149,9 +148,7 @@ class _Compiler:
     """Many may run compiled code at once, or one may compile."""
 
     def __init__(self) -> None:
-        self._changed = Condition()
-        self._running = 0
-        self._alone = False
+        self._exclusive = Exclusive("torch.compile was busy in another rank, and not free")
 
     @contextmanager
     def used(self, alone: bool) -> Iterator[None]:
@@ -182,25 +179,14 @@ class _Compiler:
             self._enter(use)
 
     def _enter(self, use: _Use) -> None:
-        seconds = time_limit()
-        with self._changed:
-            free = self._changed.wait_for(lambda: not self._alone and not (use.alone and self._running), seconds)
-            if not free:
-                raise Error(
-                    f"torch.compile was busy in another rank for {seconds:g} s; MGPU_CORE_TIMEOUT sets the limit"
-                )
-            self._running += 1
-            self._alone = use.alone
-            use.is_on = True
+        self._exclusive.enter(lambda: use.alone)
+        use.is_on = True
 
     def _leave(self, use: _Use) -> None:
         """Do nothing for one that did not come back from lending."""
-        with self._changed:
-            if use.is_on:
-                use.is_on = False
-                self._running -= 1
-                self._alone = False
-                self._changed.notify_all()
+        if use.is_on:
+            use.is_on = False
+            self._exclusive.leave()
 
 
 _inside: ContextVar[_Use | None] = ContextVar("mgpu_core_inside_compiled", default=None)

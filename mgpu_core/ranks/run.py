@@ -198,7 +198,7 @@ class Lane:
     def __init__(self, run: Run, rank: int, waiting: Waiting) -> None:
         self.run, self.rank, self._waiting = run, rank, waiting
         self._meetings: defaultdict[Hashable, int] = defaultdict(int)
-        self._ranks = len(run.team)
+        self._ranks = len(run.team.devices)
 
     def meet(self, key: Hashable, value: Any, combine: Combine) -> Any:
         """Wait for all lanes, and return this one's entry of ``combine(values)``: a value and a result per rank.

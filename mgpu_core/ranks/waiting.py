@@ -44,7 +44,7 @@ class Waiting:
         self._done: set[Hashable] = set()
         self._planned = {stage: deque(turns) for stage, turns in plans.items()}
         self._queues: defaultdict[Hashable, deque[Hashable]] = defaultdict(deque)  # of stages without a plan
-        self._turns: dict[int, tuple[deque[Hashable], Hashable]] = {}  # by lane the queue of which it is the first
+        self._turns: dict[Hashable, tuple[deque[Hashable], Hashable]] = {}  # by lane the queue of which it is the first
 
     def begin(self, rank: int) -> None:
         """Note that a lane is at work, when the one before it has ended, or failed."""
@@ -148,36 +148,36 @@ class Waiting:
             if self._cannot_come(meeting):
                 meeting.open()
 
-    def turn(self, rank: int, stage: Hashable, name: Hashable) -> None:
+    def turn(self, lane: Hashable, stage: Hashable, name: Hashable = None) -> None:
         with self._changed:
-            self._leave_turn(rank)
+            self._leave_turn(lane)
             queue = self._planned.get(stage)
             if queue is not None and name not in queue:
                 raise ValueError(f"the plan of stage {stage} has no turn {name} left")
             try:
                 if queue is None:
-                    queue, name = self._queues[stage], rank
-                    queue.append(rank)
+                    queue, name = self._queues[stage], lane
+                    queue.append(lane)
                 self._until_done(lambda: queue[0] == name, lambda: f"turn {name} at stage {stage} did not come")
-                self._turns[rank] = queue, name
+                self._turns[lane] = queue, name
             except BaseException:  # Ctrl-C, too, anywhere in here
-                self._turns.pop(rank, None)
+                self._turns.pop(lane, None)
                 if queue is not None and name in queue:
                     queue.remove(name)
                     self._changed.notify_all()
                 raise
 
-    def end_turn(self, rank: int) -> None:
+    def end_turn(self, lane: Hashable) -> None:
         with self._changed:
-            self._leave_turn(rank)
+            self._leave_turn(lane)
 
-    def _leave_turn(self, rank: int) -> None:
+    def _leave_turn(self, lane: Hashable) -> None:
         """End a lane's turn, if it has one; may be called again where Ctrl-C has cut it off."""
-        queue, name = self._turns.get(rank, ((), None))
+        queue, name = self._turns.get(lane, ((), None))
         if queue and queue[0] == name:
             queue.popleft()
             self._changed.notify_all()
-        self._turns.pop(rank, None)
+        self._turns.pop(lane, None)
 
     def done(self, key: Hashable) -> None:
         with self._changed:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -15,9 +14,9 @@ from torch.nn import Module, Parameter
 from mgpu_core.comm.autograd import broadcast_buckets
 from mgpu_core.comm.trace_hooks import trace_backward
 from mgpu_core.devices.devices import DeviceLike, as_devices
+from mgpu_core.devices.exclusive import Exclusive
 from mgpu_core.devices.time_limits import time_limit
 from mgpu_core.devices.transfer import copy_into, to_device
-from mgpu_core.errors import Error
 from mgpu_core.ranks.compiled import outside_the_compiler
 from mgpu_core.ranks.modes import check_modes
 from mgpu_core.ranks.random import RankStream, random_numbers_kept, same_numbers
@@ -138,7 +137,7 @@ class TensorParallel(Module):
         files = weights_of(net, weights, rename)
         self._team = Team.of(self.device_ids)
         self.training = net.training
-        self._at_work = threading.Lock()
+        self._at_work = Exclusive("another thread's call of this TensorParallel did not end")
         self._objects = Objects(self.device_ids)
         self._drew: dict[tuple[str, bytes], bool] = {}  # by method and modes, whether the first such call has drawn
         self.weights = Module()
@@ -291,9 +290,7 @@ class TensorParallel(Module):
         check_modes()
         if self._refusal is not None:
             raise ValueError(self._refusal)
-        if not self._at_work.acquire(timeout=time_limit()):
-            raise Error("another thread's call of this TensorParallel did not end")
-        try:
+        with self._at_work, self._objects:
             watch = nullcontext() if self._proof is None else self._proof.seen([lane.net for lane in self._lanes])
             with span("tensor_parallel"), self._numbers(method, self._modes()) as (numbers, drawn), watch as seen:
                 arguments = self._on_ranks(inputs, kwargs)
@@ -322,9 +319,6 @@ class TensorParallel(Module):
             if seen is not None and seen[0]:
                 self._prove(seen)
             return results[0]
-        finally:
-            self._objects.let_go()
-            self._at_work.release()
 
     @torch.no_grad()
     def _prove(self, seen: Sequence[Mapping[str, Any]]) -> None:

@@ -44,7 +44,7 @@ class _OfRanks(NamedTuple):
 
 
 class Objects:
-    """The objects that calls have been given, and have given back.
+    """The objects that calls have been given, and have given back; a call is made inside ``with objects:``.
 
     Args:
         devices: of the ranks.
@@ -56,7 +56,10 @@ class Objects:
         self._written: set[type] = set()  # the classes of those that calls have written
         self._given: dict[int, tuple[Any, list[Any]]] = {}  # to the call on its way, with the other ranks', by its id
 
-    def let_go(self) -> None:
+    def __enter__(self) -> None:
+        """Begin a call."""
+
+    def __exit__(self, *_: object) -> None:
         """Keep nothing of a call that is over."""
         self._given = {}
 

@@ -175,17 +175,17 @@ class Weights:
         of_devices: dict[torch.device, list[tuple[str, Path, str]]] = {}
         for place in self._places():
             of_devices.setdefault(device_of(self._tensors[place[0]]), []).append(place)
-        failed = threading.Event()
+        failed: list[bool] = []
         with ThreadPoolExecutor(max(1, len(of_devices)), "mgpu weights") as pool:
             try:
                 list(pool.map(partial(self._load, failed), of_devices, of_devices.values()))
             except BaseException:  # Ctrl-C, too
-                failed.set()
+                failed.append(True)
                 raise
 
-    def _load(self, failed: threading.Event, device: torch.device, places: Sequence[tuple[str, Path, str]]) -> None:
+    def _load(self, failed: Sequence[bool], device: torch.device, places: Sequence[tuple[str, Path, str]]) -> None:
         for key, path, name in places:
-            if failed.is_set():
+            if failed:
                 return
             with self._opened(path) as file:
                 value = to_device(file.get_tensor(name), device, self._tensors[key].dtype)

@@ -147,7 +147,7 @@ class CapturedSteps:
         """Run forward, loss and backward of the ranks, each in the worker that it always has."""
         self.reducer.begin(len(parts), overlap=True, goes_on=False)
         with torch.enable_grad():
-            losses, _ = self.passes.run_parts(parts, (), backward=True, keep_outputs=False)
+            losses: list[RankLoss] = self.passes.run_parts(parts, (), backward=True, keep_outputs=False)[0]
         if self._update.replicas.settle():
             raise RuntimeError("the forward gives a parameter other memory")
         return losses

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch.nn import Module
@@ -42,8 +42,6 @@ __all__ = [
 
 _WATCHED = 2  # first calls
 
-Pass: TypeAlias = Callable[..., tuple[list[RankLoss], list[Any]]]
-
 
 class ForwardBackward:
     """The passes of one step: over its ranks, or over the micro-batches of a pipeline.
@@ -66,7 +64,7 @@ class ForwardBackward:
         self.gathers = options.loss_on == "gathered"
         self._has_loss, self._dim = options.loss_fn is not None, options.dim
         self._may_be_empty = options.has_processes  # others may have rows
-        self.run_parts: Pass = partial(pass_over, ranks, self.losses)
+        self.run_parts = partial(pass_over, ranks, self.losses)
         self._first_outputs = FirstCalls((RowsElsewhere(options.dim), _WATCHED))
         self._gathered_reads = LossState(ranks.loss_fn)
         self._first_losses = FirstCalls((self._gathered_reads, _WATCHED))

@@ -1,0 +1,174 @@
+"""Test files that need not run again: nothing that they import has changed since all of CI has passed on it.
+
+``python ci/proved_tests.py`` prints them, one per line, relative to ``tests/``; ``--write`` notes the digests of all as
+they are in ``ci/proved_tests.txt``, after ``MGPU_CI=full bash .ci/run`` has passed.
+
+A digest is over the test file and whatever it reaches: files of ``tests/``, of the package and of ``benchmarks/`` whose
+names it imports or mentions, also in strings that it runs, and in turn what these import; data next to them; the C++
+sources; and the documentation, where it is mentioned.  A file that starts the package's command reaches all of it.
+What stands directly in ``tests/`` or in ``tests/docs/`` reads the whole repository and always runs, and with
+``MGPU_CI=full`` everything does.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TABLE = ROOT / "ci" / "proved_tests.txt"
+PACKAGE, TESTS = ROOT / "mgpu_core", ROOT / "tests"
+
+ALWAYS = ("csrc", "cmake", "build_backend", "CMakeLists.txt", "pyproject.toml", "ci/proved_tests.py")
+PAGES = re.compile(r"\bREADME\b|\bCHANGELOG\b|\bdocs\b|\.md\b|\.ipynb\b")
+WHOLE = re.compile(
+    r"""-m["',\s]+mgpu_core\b(?!\.)|import mgpu_core as|getattr\(mgpu_core|mgpu_core\.__\w+__|\.rglob\(|\bmgpu\b["']"""
+)
+LOADED = re.compile(r"""["'](mgpu_core\.[\w.]+)["']""")  # by name
+LOADS = re.compile(r"import_module\([^\"']")  # a name that is computed
+DOTTED = re.compile(r"\b(mgpu_core|benchmarks)((?:\.\w+)*)")
+IMPORTED = re.compile(r"\bfrom\s+([\w.]+)\s+import\s+(?:\(([^)]*)\)|([^\n;\"']*))|^\s*import\s+([\w.]+)", re.MULTILINE)
+
+
+@cache
+def files_below(*names: str) -> tuple[Path, ...]:
+    """Return all files of these files and folders."""
+    paths = [ROOT / name for name in names]
+    below = [file for path in paths for file in (sorted(path.rglob("*")) if path.is_dir() else [path])]
+    return tuple(file for file in below if file.is_file() and "__pycache__" not in file.parts)
+
+
+@cache
+def text_of(file: Path) -> str:
+    return file.read_text(errors="replace")
+
+
+@cache
+def digest_of(file: Path) -> bytes:
+    return sha256(file.read_bytes()).digest()
+
+
+@cache
+def homes() -> dict[str, str]:
+    """Return the module of each public name of the package, which its root loads when it is asked for."""
+    for node in ast.walk(ast.parse(text_of(PACKAGE / "__init__.py"))):
+        if isinstance(node, ast.Assign | ast.AnnAssign) and "_HOMES" in ast.unparse(node).split("=")[0]:
+            table = ast.literal_eval(node.value)  # type: ignore[arg-type]
+            return {name: module for module, names in table.items() for name in names}
+    raise LookupError("mgpu_core/__init__.py has no table _HOMES")
+
+
+def module_file(base: Path, parts: Iterable[str]) -> Path | None:
+    """Return the file of the longest dotted name below a folder that is a module; ``None``: none is."""
+    found = None
+    for part in parts:
+        base = base / part
+        if (file := base.with_suffix(".py")).is_file():
+            return file
+        if not base.is_dir():
+            return found
+        if (file := base / "__init__.py").is_file():
+            found = file
+    return found
+
+
+def named(dotted: str) -> Iterator[Path]:
+    """Yield the file of a dotted name, and the files that its import runs before."""
+    first, *parts = dotted.split(".")
+    if first == "mgpu_core":
+        if parts and parts[0] in homes():
+            parts = homes()[parts[0]].split(".")
+        base = PACKAGE
+    elif first == "benchmarks":
+        base = ROOT / "benchmarks"
+    else:
+        base, parts = TESTS, [first, *parts]
+    file = module_file(base, parts)
+    if file is not None:
+        yield file
+        folders = [folder for folder in file.parents if folder.is_relative_to(base) and folder != base]
+        yield from (init for folder in folders if (init := folder / "__init__.py").is_file())
+
+
+def names_in(file: Path) -> Iterator[str]:
+    """Yield the dotted names that a file imports; of tests also those in strings, which they may run or exchange."""
+    text = text_of(file)
+    if file.is_relative_to(TESTS):
+        yield from (match[0] for match in DOTTED.finditer(text))
+        imports = [
+            (alone or module, re.findall(r"\w+", several or one))
+            for module, several, one, alone in IMPORTED.findall(text)
+        ]
+    else:
+        nodes = list(ast.walk(ast.parse(text)))
+        imports = [
+            (node.module or "", [alias.name for alias in node.names])
+            for node in nodes
+            if isinstance(node, ast.ImportFrom)
+        ]
+        imports += [(alias.name, []) for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+        yield from (match[1] for match in LOADED.finditer(text))
+    for module, names in imports:
+        yield from (module, *(f"{module}.{name}" for name in names))
+
+
+@cache
+def reached_by(file: Path) -> frozenset[Path]:
+    """Return the files that one reaches itself."""
+    found = set[Path]()
+    if file != PACKAGE / "__init__.py":  # which loads lazily
+        found.update(path for name in names_in(file) for path in named(name))
+    if file.is_relative_to(TESTS / "fakes"):  # what it takes of the package, the tests do not test
+        return frozenset(path for path in found if path.is_relative_to(TESTS))
+    if file.is_relative_to(TESTS):
+        found.update([*files_below("docs"), *ROOT.glob("*.md")] if PAGES.search(text_of(file)) else [])
+        found.update(files_below("mgpu_core") if WHOLE.search(text_of(file)) else [])
+    elif LOADS.search(text_of(file)) and file.is_relative_to(PACKAGE / "tools"):
+        found.update(files_below("mgpu_core/tools"))
+    return frozenset([*found, *(path for path in file.parent.iterdir() if path.is_file() and path.suffix != ".py")])
+
+
+def reached(file: Path) -> set[Path]:
+    """Return all files that a test file reaches, with itself."""
+    files, left = set(files_below(*ALWAYS)), [file, *conftests_of(file)]
+    while left:
+        if (one := left.pop()) not in files:
+            files.add(one)
+            left += reached_by(one) if one.suffix == ".py" else []
+    return files
+
+
+def conftests_of(file: Path) -> list[Path]:
+    return [
+        path for folder in file.parents if folder.is_relative_to(TESTS) and (path := folder / "conftest.py").is_file()
+    ]
+
+
+def digests() -> dict[str, str]:
+    """Return the digest of each test file in a folder of ``tests/``, by its path there."""
+    found = {}
+    for file in sorted(set(TESTS.glob("*/**/test_*.py")) - set(TESTS.glob("docs/*"))):
+        whole = sha256()
+        for one in sorted(reached(file)):
+            whole.update(str(one.relative_to(ROOT)).encode() + digest_of(one))
+        found[str(file.relative_to(TESTS))] = whole.hexdigest()[:16]
+    return found
+
+
+def main(arguments: list[str]) -> None:
+    now = digests()
+    if arguments == ["--write"]:
+        TABLE.write_text("".join(f"{path} {digest}\n" for path, digest in now.items()))
+    elif os.environ.get("MGPU_CI") != "full":
+        proved = dict(line.split() for line in TABLE.read_text().splitlines()) if TABLE.exists() else {}
+        sys.stdout.writelines(f"{path}\n" for path, digest in now.items() if proved.get(path) == digest)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

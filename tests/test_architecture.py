@@ -8,6 +8,7 @@ C++: bindings -> backends.cpp -> backends/* -> core; backends do not include eac
 
 import ast
 import re
+from collections import Counter
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -172,3 +173,11 @@ def test_cpp_arrows_point_down(path):
 def test_the_gil_is_released_in_one_file():
     users = [path.name for path in CPP if "gil_scoped_release" in path.read_text()]
     assert users == ["bindings.h"]
+
+
+def test_a_class_name_has_one_meaning():
+    """Also of private ones; those of torch that `mgpu run` stands in for have torch's."""
+    files = [path for path in FILES if module_of(path) != "tools.run.functions"]
+    nodes = [node for path in files for node in ast.walk(ast.parse(path.read_text()))]
+    names = Counter(node.name.lstrip("_") for node in nodes if isinstance(node, ast.ClassDef))
+    assert [name for name, count in names.items() if count > 1] == []

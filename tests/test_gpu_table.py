@@ -9,7 +9,7 @@ _SPEC = importlib.util.spec_from_file_location("gpu_table", Path(__file__).paren
 tool = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(tool)
 
-from mgpu_core.tools.bench.case import Row, Verdict  # noqa: E402 (the tool makes them findable)
+from mgpu_core.tools.bench.case import Row, Ruling  # noqa: E402 (the tool makes them findable)
 from mgpu_core.tools.bench.result import Result  # noqa: E402
 
 FACTS = {"CPU": "a CPU", "GPU": "1 x Fake GPU", "driver": "580.1", "torch": "2.11.0", "CUDA": "13.0", "commit": "abc"}
@@ -45,11 +45,11 @@ def test_without_a_gpu_it_says_so(results):
 
 def test_a_table(results):
     (results / "a-gpu").mkdir()
-    verdicts = [Verdict("x: copy / ours >= 0.9", 0.95, True), Verdict("y: cat / ours >= 2", 1.5, False)]
+    verdicts = [Ruling("x: copy / ours >= 0.9", 0.95, True), Ruling("y: cat / ours >= 2", 1.5, False)]
     result(verdicts=verdicts).write(results / "a-gpu" / "pack.json")
     result("sum_ranks", {"tensors": 1}, {"ours": [2e-4]}).write(results / "a-gpu" / "sum_ranks.json")
     wall = {"tensors": 10000, "clock": "wall"}
-    result("unpack", wall, verdicts=[Verdict("z", None, None)]).write(results / "a-gpu" / "unpack.json")
+    result("unpack", wall, verdicts=[Ruling("z", None, None)]).write(results / "a-gpu" / "unpack.json")
     assert tool.main([]) == 0
     assert tool.PAGE.read_text().splitlines()[2:-2] == [
         "1 x Fake GPU; driver 580.1, torch 2.11.0, CUDA 13.0, commit abc:",

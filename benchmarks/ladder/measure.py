@@ -17,7 +17,7 @@ from mgpu_core.tools.bench.case import Contest, Label, Row, UsageError
 from mgpu_core.tools.bench.device_clock import DeviceClock
 from mgpu_core.tools.bench.kernel_case import even_counts
 from mgpu_core.tools.bench.measure import row_of
-from mgpu_core.tools.bench.timing import OURS, Contestant, Schedule, failing
+from mgpu_core.tools.bench.timing import OURS, Contestant, Timing, failing
 
 COPY = "copy"
 RANKS, TENSORS, PIXELS, IMAGES = 4, 64, 28 * 28, 60000
@@ -81,7 +81,7 @@ def measure(kernel: str, nbytes: int, languages: Mapping[str, Prepare], device: 
     contestants[COPY] = _copy(problem, clock)
     labels: dict[str, Label] = {"kernel": kernel, "size": nbytes, "peak": peak_of(device)}
     labels["moved"] = f"{problem.moved(RUNGS[0]) / problem.nbytes:.2f}"
-    schedule = Schedule(repeats, WARMUP, clock.flush)
+    schedule = Timing(repeats, WARMUP, clock.flush)
     return row_of(Contest(labels, contestants, schedule, problem.nbytes, without=without))
 
 

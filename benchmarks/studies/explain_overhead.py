@@ -14,10 +14,10 @@ import torch
 from torch.nn import functional
 
 from mgpu_core import TrainStep
-from mgpu_core.tools.bench.case import Case, Contest, Label, Plan, at_most
+from mgpu_core.tools.bench.case import Case, Contest, Label, RowPlan, at_most
 from mgpu_core.tools.bench.options import parse_count
-from mgpu_core.tools.bench.timing import OURS, Contestant, Schedule, timed
-from mgpu_core.tools.bench.training import Step, Trainee, Training
+from mgpu_core.tools.bench.timing import OURS, Contestant, Timing, timed
+from mgpu_core.tools.bench.training import Step, Trainee, TrainRow
 from mgpu_core.tools.explain.clock import EventClock
 from mgpu_core.trace import tracer
 from mgpu_core.trace.events import ALL_RANKS, Span
@@ -35,14 +35,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=parse_count, default=2, metavar="N", help="default: %(default)s")
 
 
-def plan(options: argparse.Namespace) -> Plan:
+def plan(options: argparse.Namespace) -> RowPlan:
     """Return the three rows."""
     rows: list[dict[str, Label]] = [{"what": what, "ranks": options.ranks} for what in ("span", "off", "on")]
-    return Plan(rows, _contests(rows, options.ranks, options.repeats))
+    return RowPlan(rows, _contests(rows, options.ranks, options.repeats))
 
 
 def _contests(rows: Sequence[dict[str, Label]], ranks: int, repeats: int) -> Generator[Contest]:
-    schedule = Schedule(repeats, warmup=2)
+    schedule = Timing(repeats, warmup=2)
     limit = Contestant(lambda: LIMIT_SECONDS, lambda: 0)
     one_span = Contestant(_many(_spans), _is_off)
     yield Contest(rows[0], {OURS: one_span, "limit": limit}, schedule)
@@ -96,7 +96,7 @@ def _trainee(model: str, ranks: int, stack: contextlib.ExitStack) -> Trainee:
         step = TrainStep(network, functional.cross_entropy, optimizer, ["cpu"] * ranks)
         return stack.enter_context(contextlib.closing(step))
 
-    return Trainee(Training(model, BATCH[model], ranks, STEPS[model], "cpu"), ours)
+    return Trainee(TrainRow(model, BATCH[model], ranks, STEPS[model], "cpu"), ours)
 
 
 def _contestant(trainee: Trainee, model: str) -> Contestant:

@@ -15,10 +15,10 @@ import torch
 from torch.nn import functional
 from torch.utils.data import DataLoader, Subset
 
-from mgpu_core.tools.bench.case import Case, Contest, Label, Plan, at_least, at_most, chosen
+from mgpu_core.tools.bench.case import Case, Contest, Label, RowPlan, at_least, at_most, chosen
 from mgpu_core.tools.bench.digits import SCALE, SHIFT, random_digits, torchvision_digits
 from mgpu_core.tools.bench.options import parse_count
-from mgpu_core.tools.bench.timing import OURS, Contestant, Schedule
+from mgpu_core.tools.bench.timing import OURS, Contestant, Timing
 from mgpu_core.tools.mnist import Config, Digits, Split, build_model
 from mgpu_core.tools.mnist.digits import epoch_order
 from mgpu_core.tools.mnist.train import train
@@ -39,17 +39,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch", type=parse_count, default=64, metavar="N", help="images of a step (default: %(default)s)")
 
 
-def plan(options: argparse.Namespace) -> Plan:
+def plan(options: argparse.Namespace) -> RowPlan:
     """One row."""
     row: dict[str, Label] = {"images": options.images, "batch": options.batch}
-    return Plan([row], _contests(row, options))
+    return RowPlan([row], _contests(row, options))
 
 
 def _contests(row: dict[str, Label], options: argparse.Namespace) -> Generator[Contest]:
     with tempfile.TemporaryDirectory(prefix="mgpu-digits-") as folder:
         contestants = chosen(_contestants(random_digits(options.images), Path(folder), options), options.peers)
         # What is verified has also warmed up.
-        yield Contest(row, contestants, Schedule(options.repeats, warmup=0))
+        yield Contest(row, contestants, Timing(options.repeats, warmup=0))
 
 
 def _contestants(digits: Digits, folder: Path, options: argparse.Namespace) -> Mapping[str, Contestant]:

@@ -18,11 +18,11 @@ from mgpu_core.devices.nccl_teams import with_nccl
 from mgpu_core.devices.streams import HOST, core_streams, is_capturing
 from mgpu_core.errors import BackendUnavailable, Error
 
-__all__ = ["AllReduce"]
+__all__ = ["AllReduceAlgorithm"]
 
 
 @dataclass(frozen=True, slots=True)
-class AllReduce:
+class AllReduceAlgorithm:
     """An all-reduce: one pointer and one stream per rank, ``count`` elements of each; in place without ``outs``."""
 
     pointers: Sequence[int]
@@ -84,7 +84,7 @@ class AllReduce:
         streams = core_streams(devices)
         assert streams is not None  # they are those of GPUs that the core serves
         pointers = [tensor.data_ptr() for tensor in tensors]
-        usual = AllReduce(pointers, streams, nbytes // 4, "float32", nbytes, "sum", merge_shared_devices=True)
+        usual = AllReduceAlgorithm(pointers, streams, nbytes // 4, "float32", nbytes, "sum", merge_shared_devices=True)
         usual.run(algorithm)
         for device in set(devices):
             torch.cuda.current_stream(device).synchronize()

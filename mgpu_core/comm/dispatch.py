@@ -16,7 +16,7 @@ from torch._C import _dispatch_keys
 
 from mgpu_core import _core
 from mgpu_core.comm import layout, torch_backend
-from mgpu_core.comm.algorithms import AllReduce
+from mgpu_core.comm.algorithms import AllReduceAlgorithm
 from mgpu_core.comm.layout import Stream
 from mgpu_core.comm.packing import groups, kind_of
 from mgpu_core.comm.reductions import CORE_DTYPES, check_op, core_count
@@ -360,7 +360,7 @@ def all_reduce_into(
             first, pointers = tensors[0], [tensor.data_ptr() for tensor in tensors]
             targets = [out.data_ptr() for out in outs] if outs else []
             dtype, count = CORE_DTYPES[first.dtype], core_count(first)
-            call = AllReduce(pointers, streams, count, dtype, first.nbytes, op, merge_shared_devices, targets)
+            call = AllReduceAlgorithm(pointers, streams, count, dtype, first.nbytes, op, merge_shared_devices, targets)
             ran = call.run(algorithm)
         if trace is not None:
             trace.ran(ran)

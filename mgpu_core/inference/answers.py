@@ -41,7 +41,7 @@ class ApartError(Exception):
 
 
 @dataclasses.dataclass
-class _Form:
+class _AnsweredForm:
     """The requests of a form, as far as they are known.
 
     Attributes:
@@ -81,7 +81,7 @@ class Answers:
     ) -> None:  # fmt: skip
         self._name, self._split, self._compares = name, split, compares
         self._all_apart = not is_forward and split is None
-        self._forms: dict[Hashable, _Form] = {}
+        self._forms: dict[Hashable, _AnsweredForm] = {}
         self._row_shapes: dict[Hashable, list[tuple[int, ...]]] = {}  # of outputs, by the keys of requests
         self._any_apart = False
         self._told: set[str] = set()
@@ -98,13 +98,13 @@ class Answers:
             warn_user(f"{reason}. Requests of this form are answered one at a time from now on", RuntimeWarning)
         form.is_apart = self._any_apart = True
 
-    def _form(self, request: Request) -> _Form:
+    def _form(self, request: Request) -> _AnsweredForm:
         key = request.form
         form = self._forms.get(key)
         if form is None:
             if len(self._forms) >= _FORMS:
                 self._forms.clear()  # they are found out again
-            form = self._forms[key] = _Form(0 if self._compares else _COMPARED)
+            form = self._forms[key] = _AnsweredForm(0 if self._compares else _COMPARED)
         return form
 
     def watch(self, requests: Sequence[Request]) -> SizesOfValues | None:

@@ -44,7 +44,7 @@ _CPU = torch.device("cpu")
 _numbers = count()
 
 
-class _Batch(NamedTuple):
+class _Launched(NamedTuple):
     """A batch whose work has been launched.
 
     Attributes:
@@ -120,7 +120,7 @@ class Engine:
 
     def _serve(self, rank: int) -> None:
         """Answer batches until the queue is closed and empty, or the device is lost."""
-        launched: _Batch | None = None
+        launched: _Launched | None = None
         limit, device = partial(self._limits.__getitem__, rank), self._devices[rank]
         here = NULL_CONTEXT if device.type == "cpu" else torch.accelerator.device_index(device.index)
         with here:  # a module may say "cuda", and some kernels start on the current device
@@ -132,7 +132,7 @@ class Engine:
                 launched = self._turn(rank, requests, launched)
                 del requests  # a worker that waits keeps no tensors alive
 
-    def _turn(self, rank: int, requests: list[Request], launched: _Batch | None) -> _Batch | None:
+    def _turn(self, rank: int, requests: list[Request], launched: _Launched | None) -> _Launched | None:
         """Launch a batch, answer the one before, and on the CPU this one too; return the batch without an answer."""
         following = self._attempt(rank, requests, partial(self._launch, rank, requests)) if requests else None
         on_host = not self._accelerators[rank]
@@ -141,7 +141,7 @@ class Engine:
                 self._attempt(rank, batch.requests, partial(self._answer, rank, batch))
         return None if on_host else following
 
-    def _attempt(self, rank: int, requests: list[Request], work: Callable[[], _Batch | None]) -> _Batch | None:
+    def _attempt(self, rank: int, requests: list[Request], work: Callable[[], _Launched | None]) -> _Launched | None:
         """Do a part of a batch's work; where it fails, see to the requests."""
         try:
             return work()
@@ -149,7 +149,7 @@ class Engine:
             self._failed(rank, requests, error)
             return None
 
-    def _launch(self, rank: int, requests: list[Request]) -> _Batch | None:
+    def _launch(self, rank: int, requests: list[Request]) -> _Launched | None:
         requests[:] = [each for each in requests if _is_wanted(each)]
         if not requests:
             return None
@@ -159,7 +159,7 @@ class Engine:
         with in_step(INFERENCE), span("batch", rank, device):
             outputs, events = self._outputs(rank, requests, self._joiner.joined(requests, device))
             self._tell(rank, requests, waited)
-        return _Batch(requests, outputs, events, begin)
+        return _Launched(requests, outputs, events, begin)
 
     def _outputs(
         self, rank: int, requests: list[Request], call: Call
@@ -185,7 +185,7 @@ class Engine:
         devices = tuple(map(str, self._devices))
         emit(lambda *now: Served(self._number, rank, devices, rows, len(requests), waited_ns, *now))
 
-    def _answer(self, rank: int, batch: _Batch) -> None:
+    def _answer(self, rank: int, batch: _Launched) -> None:
         for event in batch.events:
             event.synchronize()
         self._answers.check_row_shapes(next(iter(batch.outputs.values())), batch.requests)

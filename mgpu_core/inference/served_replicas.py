@@ -182,7 +182,7 @@ def _wait_for(modules: Sequence[Module]) -> None:
         torch.accelerator.current_stream(device).synchronize()
 
 
-class _Recorded(NamedTuple):
+class _RecordedCall(NamedTuple):
     graph: Any
     leaves: list[Any]  # arguments that the graph reads; tensors are filled before a replay
     outputs: Any
@@ -202,7 +202,7 @@ class GraphedModule:
 
     def __init__(self, module: Callable[..., Any], device: torch.device, name: str) -> None:
         self._module, self._device, self._name = module, device, name
-        self._recorder, self._recordings = CudaRecorder(), Recordings[_Recorded](_KEPT)
+        self._recorder, self._recordings = CudaRecorder(), Recordings[_RecordedCall](_KEPT)
         self._has_warned = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -225,7 +225,7 @@ class GraphedModule:
 
     @torch.inference_mode(False)  # random generators would keep a state that later recordings of training cannot write
     @torch.no_grad()
-    def _record(self, key: Hashable, tree: Tree, leaves: Sequence[Any], size: int) -> _Recorded | None:
+    def _record(self, key: Hashable, tree: Tree, leaves: Sequence[Any], size: int) -> _RecordedCall | None:
         """Record the calls of a kind; return ``None``, with a warning once, if that fails."""
         static = [
             leaf.new_zeros((size, *leaf.shape[1:])) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
@@ -239,7 +239,7 @@ class GraphedModule:
             return []
 
         recorded = self._recordings.add(
-            key, lambda: _Recorded(self._recorder.record(self._device, work)[0], static, outputs[0])
+            key, lambda: _RecordedCall(self._recorder.record(self._device, work)[0], static, outputs[0])
         )
         if recorded is None:
             self._recorder.forget()

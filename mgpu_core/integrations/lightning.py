@@ -73,7 +73,7 @@ class MultiGPUStrategy(_Strategy):  # type: ignore[misc]
         self.parallel_devices: list[torch.device] = [] if device_ids is None else list(as_devices(device_ids))
         self._names, self._whole_step = modules or [""], train_step
         self._over_ranks: list[_OverRanks] = []
-        self._step: _WholeStep | None = None
+        self._step: _LightningStep | None = None
 
     @property
     def root_device(self) -> torch.device:
@@ -87,7 +87,7 @@ class MultiGPUStrategy(_Strategy):  # type: ignore[misc]
         self._over_ranks = [_OverRanks(module.get_submodule(name), self.parallel_devices) for name in self._names]
         if self._whole_step and self.optimizers:
             _check_whole_step(trainer, module, self.precision_plugin)
-            self._step = _WholeStep(trainer, module, self.optimizers[0], self.parallel_devices)
+            self._step = _LightningStep(trainer, module, self.optimizers[0], self.parallel_devices)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Return the result of the module's training step; with ``train_step=True`` its loss, after the update."""
@@ -242,7 +242,7 @@ def _redirected(modules: Sequence[_OverRanks]) -> Iterator[None]:
         put_back()
 
 
-class _WholeStep:
+class _LightningStep:
     """A TrainStep whose ranks run the training step; it updates in the last call of a window of accumulation."""
 
     def __init__(self, trainer: Any, module: Any, optimizer: Any, devices: Sequence[torch.device]) -> None:

@@ -49,15 +49,15 @@ def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0) -> A
     if not len(outputs):
         raise ValueError("gather needs the output of at least one rank")
     with NULL_CONTEXT if tracer.sink is None else span("gather"):
-        return _Gather(device, dim).joined(outputs, "outputs")
+        return _Join(device, dim).joined(outputs, "outputs")
 
 
 def joined(outputs: Sequence[Any], device: torch.device, dim: int, rule: Rule) -> Any:
     """Join outputs on a device as :func:`gather`, except for leaves that the rule joins."""
-    return _Gather(device, dim, rule).joined(outputs, "outputs")
+    return _Join(device, dim, rule).joined(outputs, "outputs")
 
 
-class _Gather:
+class _Join:
     """Where to, along which dimension, and a rule that goes before."""
 
     def __init__(self, device: torch.device, dim: int, rule: Rule | None = None) -> None:

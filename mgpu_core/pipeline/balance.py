@@ -14,7 +14,7 @@ from mgpu_core.pipeline.deferred import recomputing
 from mgpu_core.pipeline.layers import bytes_of, checked_shares, largest_block, layers_of, least_cut
 from mgpu_core.ranks.random import random_numbers_kept
 from mgpu_core.support.tables import Table
-from mgpu_core.trees.filled import Contents
+from mgpu_core.trees.filled import FilledContents
 from mgpu_core.trees.nested import map_leaves, tensors_in, unwrapped
 
 __all__ = [
@@ -146,7 +146,7 @@ def balance(
 
 def measured_layers(net: Module, sample: Any, parts: int) -> list[Part]:
     """Return the layers of a net in the order of their calls, each as a part of its own; see :func:`balance`."""
-    given = Contents(sample, of_objects=True)
+    given = FilledContents(sample, of_objects=True)
     with recomputing([net]), random_numbers_kept(each.device for each in net.parameters()):
         try:
             return [_measured(name, unit, *call) for name, unit, call in _calls(net, sample, parts)]
@@ -176,17 +176,17 @@ def arguments_of(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return unwrapped(sample if isinstance(sample, tuple) else (sample,)), {}
 
 
-def _calls(net: Module, sample: Any, parts: int) -> list[tuple[str, Module, tuple[Any, Any, Contents]]]:
+def _calls(net: Module, sample: Any, parts: int) -> list[tuple[str, Module, tuple[Any, Any, FilledContents]]]:
     """Run the net once; return the layers in the order of their first calls, with the arguments of those.
 
     A cache comes with its contents of then.
     """
     names = {unit: name for name, unit in layers_of(net, largest=largest_block(net, parts))}
-    calls: dict[Module, tuple[Any, Any, Contents]] = {}
+    calls: dict[Module, tuple[Any, Any, FilledContents]] = {}
 
     def before(unit: Module, args: Any, kwargs: Any) -> None:
         if unit not in calls:
-            calls[unit] = args, kwargs, Contents((args, kwargs), of_objects=True)
+            calls[unit] = args, kwargs, FilledContents((args, kwargs), of_objects=True)
 
     hooks = [unit.register_forward_pre_hook(before, with_kwargs=True) for unit in names]
     args, kwargs = arguments_of(sample)
@@ -199,7 +199,7 @@ def _calls(net: Module, sample: Any, parts: int) -> list[tuple[str, Module, tupl
     return [(names[unit], unit, call) for unit, call in calls.items()]
 
 
-def _measured(name: str, unit: Module, args: Any, kwargs: Any, given: Contents) -> Part:
+def _measured(name: str, unit: Module, args: Any, kwargs: Any, given: FilledContents) -> Part:
     """Return the cost of one layer: the least time of a few, after one to warm up."""
     timed = []
     for _ in range(1 + _REPEATS):

@@ -10,7 +10,7 @@ from torch.nn import Module
 
 from mgpu_core.parallel.first_calls.shared import SharedObjects
 from mgpu_core.pipeline.visits import Border
-from mgpu_core.trees.filled import Contents, holds_tensor, is_fillable
+from mgpu_core.trees.filled import FilledContents, holds_tensor, is_fillable
 from mgpu_core.trees.layer_holders import leads_to
 from mgpu_core.trees.marks import changed
 from mgpu_core.trees.replica_hooks import users_hooks
@@ -40,7 +40,7 @@ class Before:
         self._attributes = [(each, attributes_of(each)) for each in modules]
         self._reset: set[tuple[int, str]] = set()
         self._filled = [
-            (module, name, Contents(value))
+            (module, name, FilledContents(value))
             for module, attributes in self._attributes
             for name, value in attributes.items()
             if is_fillable(value)

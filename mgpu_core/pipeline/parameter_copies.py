@@ -16,7 +16,7 @@ __all__ = ["ParameterCopies"]
 _memory_of = torch.Tensor.data_ptr  # to compare, not to read
 
 
-class _Copy(NamedTuple):
+class _StageCopy(NamedTuple):
     source: weakref.ref[torch.Tensor]
     state: tuple[Any, ...]  # of the source, when it was copied
     tensor: torch.Tensor
@@ -32,7 +32,7 @@ class ParameterCopies:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._copies: dict[tuple[int, torch.device], _Copy] = {}
+        self._copies: dict[tuple[int, torch.device], _StageCopy] = {}
 
     def on(self, parameter: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Return a parameter on a device, without its graph, for the current stream there."""
@@ -46,7 +46,7 @@ class ParameterCopies:
             if known is None or known.source() is not parameter or known.state != state:
                 copy = _made(parameter, device)
                 event = None if device.type == "cpu" else torch.accelerator.current_stream(device).record_event()
-                self._copies[key] = _Copy(weakref.ref(parameter), state, copy, event)
+                self._copies[key] = _StageCopy(weakref.ref(parameter), state, copy, event)
                 return copy
         if known.copied is not None:
             torch.accelerator.current_stream(device).wait_event(known.copied)

@@ -41,7 +41,7 @@ from mgpu_core.ranks.team import Team
 from mgpu_core.support.null_context import NULL_CONTEXT
 from mgpu_core.trace.events import Schedule
 from mgpu_core.trace.tracer import emit, is_tracing, span, when_tracing
-from mgpu_core.trees.filled import Contents, Undo, exchanged_back, map_in_place
+from mgpu_core.trees.filled import FilledContents, Undo, exchanged_back, map_in_place
 from mgpu_core.trees.nested import map_leaves
 from mgpu_core.trees.views import ModuleView
 
@@ -378,7 +378,7 @@ class MicroBatch(Visit):
         undo: Undo = []
         output = map_in_place(output, self._brought, undo)
         self.started.clear()
-        are_given = Contents(given).ids if undo else set()
+        are_given = FilledContents(given).ids if undo else set()
         exchanged_back([each for each in undo if id(each[0]) in are_given])
         return output
 

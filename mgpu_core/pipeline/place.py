@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
@@ -16,7 +17,7 @@ from mgpu_core.pipeline.balance import cut_layers, measured_layers
 from mgpu_core.pipeline.before import Before
 from mgpu_core.pipeline.placement import MOVES, Called, Placement, Split
 from mgpu_core.pipeline.visits import Visit, visit_of
-from mgpu_core.trees.filled import Contents
+from mgpu_core.trees.filled import FilledContents
 from mgpu_core.trees.module_tree import tensors_of
 from mgpu_core.trees.moves import refuse_moves
 from mgpu_core.trees.nested import tensors_in
@@ -166,7 +167,7 @@ class PlacedForward(OwnForward):
     def _first(self, args: Any, kwargs: Any) -> Any:
         net, placement, may_move = self.module, self.placement, not torch.is_grad_enabled()
         before = Before(net, placement.devices) if may_move else None
-        given = Contents((args, kwargs), of_objects=may_move, values=may_move)
+        given = FilledContents((args, kwargs), of_objects=may_move, values=may_move)
         with PlacedCall(placement) as visit, visit.ended():
             visit.watch(placement.around(net))
             output = self._called(visit, args, kwargs)
@@ -204,6 +205,9 @@ class PlacedCall(Visit):
     def __init__(self, placement: Placement) -> None:
         super().__init__(placement)
         self._waiting, self._at = placement.waiting, -1
+
+    def __str__(self) -> str:
+        return f"of a call in {threading.current_thread().name}"
 
     def __enter__(self) -> PlacedCall:
         self.make_current()

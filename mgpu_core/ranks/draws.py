@@ -78,7 +78,7 @@ class Numbers:
             self._generator.set_state(self._before)
 
 
-class _Form:
+class _CalledForm:
     """The knowledge of the calls of one form.
 
     Attributes:
@@ -125,7 +125,7 @@ class Draws:
     def __init__(self, rng: str, name: str, devices: Sequence[torch.device] = ()) -> None:
         self._rng, self._name, self.ranks_meet = rng, name, False
         self._devices = [each for each in dict.fromkeys(devices) if each.type != "cpu"]
-        self._forms: dict[Hashable, _Form] = {}
+        self._forms: dict[Hashable, _CalledForm] = {}
         self._told: set[str] = set()
 
     def begin(self, team: Team, form: Hashable) -> Numbers:
@@ -133,7 +133,7 @@ class Draws:
         if form not in self._forms:
             if len(self._forms) >= _KEPT:
                 self._forms.clear()  # they are found out again
-            self._forms[form] = _Form()
+            self._forms[form] = _CalledForm()
         known = self._forms[form]
         shared = self._devices if team.on_host else _shared_accelerators(team)
         is_recorded = self._rng == "turns" or (bool(shared) and _are_recorded(shared))  # then there is no state to read
@@ -153,7 +153,7 @@ class Draws:
     def end(self, numbers: Numbers, *, in_threads: bool) -> None:
         """Learn from a call that went through; warn once of numbers that depend on the order of threads."""
         is_there = numbers.form in self._forms  # another thread may have cleared the table
-        known = self._forms[numbers.form] if is_there else _Form()
+        known = self._forms[numbers.form] if is_there else _CalledForm()
         if numbers.streams is None:
             if known.draws is False and numbers.have_changed():
                 known.suspect()

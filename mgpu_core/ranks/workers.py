@@ -40,7 +40,7 @@ class Outcome:
     error: BaseException | None = None
 
 
-class _Ranks:
+class _AtWork:
     """Those of a call that are still at work.  The last one to end wakes the caller, who would else wake for each."""
 
     __slots__ = ("_at_work", "_nobody")
@@ -65,7 +65,7 @@ class _Ranks:
 class _Job:
     __slots__ = ("index", "outcome", "ranks", "task")
 
-    def __init__(self, task: Callable[[], Any], index: int, ranks: _Ranks) -> None:
+    def __init__(self, task: Callable[[], Any], index: int, ranks: _AtWork) -> None:
         self.task: Callable[[], Any] | None = task
         self.index, self.ranks = index, ranks
         self.outcome = Outcome()
@@ -154,7 +154,7 @@ class Crew:
         return wait
 
     def _begin(self, tasks: Sequence[Callable[[], Any]]) -> tuple[list[_Job], Callable[[float], list[int]]]:
-        ranks = _Ranks(range(len(tasks)))
+        ranks = _AtWork(range(len(tasks)))
         jobs = [_Job(task, index, ranks) for index, task in enumerate(tasks)]
         for worker, job in zip(self.workers, jobs, strict=False):
             worker.inbox.put(job)
@@ -179,7 +179,7 @@ class Crew:
                 self.run([lambda: _latch(share)] * len(self.workers), EXIT_SECONDS * 5)
             except BaseException:  # Ctrl-C, say: who has not set its share yet, does it later
                 for index, worker in enumerate(self.workers):
-                    worker.inbox.put(_Job(lambda: _latch(everyone), index, _Ranks(())))
+                    worker.inbox.put(_Job(lambda: _latch(everyone), index, _AtWork(())))
                 raise
             finally:
                 _in_a_new_thread(lambda: _latch(everyone))

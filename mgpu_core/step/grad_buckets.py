@@ -13,7 +13,7 @@ A bucket's gradients are added up over the ranks of each device, then over the d
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import repeat
 from operator import attrgetter
 
@@ -65,16 +65,16 @@ class Communication:
         options: of the step.
         processes: the sums over all processes; ``None``: there are no others.
         hook: sums the buckets over the devices instead of the all-reduce.
+        shards: each device needs the sum of its part alone, of so many; 1: all of it.
     """
 
     options: Options
     processes: ProcessSums | None
     hook: CommHook | None = None
+    shards: int = field(init=False)
 
-    @property
-    def shards(self) -> int:
-        """Each device needs the sum of its part alone, of so many; 1: all of it."""
-        return len(set(self.options.team.devices)) if self.options.shard_optimizer else 1
+    def __post_init__(self) -> None:
+        self.shards = len(set(self.options.team.devices)) if self.options.shard_optimizer else 1
 
 
 @dataclass(frozen=True, slots=True)

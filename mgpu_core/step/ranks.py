@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from torch.nn import Module
-
 from mgpu_core.devices.graphs import GRAPH_DEVICE
 from mgpu_core.devices.time_limits import time_limit
 from mgpu_core.parallel.first_calls import Call, FirstCalls
@@ -29,12 +27,9 @@ from mgpu_core.tensor_parallel.module import TensorParallel
 from mgpu_core.trace import tracer
 from mgpu_core.trace.tracer import span
 
-__all__ = ["RankWork", "Ranks", "why_not_cut"]
+__all__ = ["Ranks", "why_not_cut"]
 
 _WATCHED = 2  # first calls
-
-RankWork = Callable[[Module, Any, int, RankPart], Any]
-"""The work of a rank: a function of its module, its loss function, its number and its part."""
 
 
 class Ranks:
@@ -68,13 +63,14 @@ class Ranks:
         self.loss_fn = self.loss.module if isinstance(self.loss, RankModules) else self.loss
         self.modules = [self.net, *([self.loss] if isinstance(self.loss, RankModules) else [])]
         self.buffers = BufferSnapshot(self.modules)
-        if options.workers == "caller" and self.meet and len(team) > 1:
+        meet = self.net.tree.ranks_meet
+        if options.workers == "caller" and meet and len(team) > 1:
             raise ValueError(
                 'workers="caller" runs the ranks one after the other, and those of this module meet in synchronised '
                 'layers: use workers="threads" or "auto"'
             )
         # Ranks that share a GPU take turns where a graph is recorded on their stream; those that meet have no graphs.
-        rng = "turns" if options.capture and not self.meet else options.rng
+        rng = "turns" if options.capture and not meet else options.rng
         self._draws = Draws(rng, type(module).__name__)
         self.usual_workers = workers_for(options.workers, team.devices)
         self._shares_generator, self._count = shares_generator(team), len(team)
@@ -82,11 +78,6 @@ class Ranks:
         observers = LostAttributes(rank=1, rank_0_keeps=True), SharedObjects(used_by=self.loss_fn), Originals()
         self._first_calls = FirstCalls(*(() if static else ((observer, _WATCHED) for observer in observers)))
         self.at_work: Run | PipelineRun | None = None
-
-    @property
-    def meet(self) -> bool:
-        """True if ranks wait for each other in the forward."""
-        return self.net.tree.ranks_meet
 
     @property
     def workers(self) -> Workers:
@@ -103,12 +94,12 @@ class Ranks:
         return self.replicas.are_those_of(self.net.tree)
 
     def run(
-        self, work: RankWork, parts: Sequence[RankPart], clocks: Sequence[RankClock], *, with_loss: bool
+        self, work: Callable[..., Any], parts: Sequence[RankPart], clocks: Sequence[RankClock], *, with_loss: bool
     ) -> list[Any]:
         """Run the work of each rank that has a part, and return the results.
 
         Args:
-            work: of a rank.
+            work: of a rank: a function of its module, its loss function, its number and its part.
             parts: one per rank; not more than there are ranks.
             clocks: one per rank; empty: no times are taken.
             with_loss: the work gets the rank's loss function, too; otherwise ``None``.
@@ -162,7 +153,7 @@ class Ranks:
             return f"there are no CUDA graphs on {other}"
         if len(devices) > 1:
             return "its ranks are on several devices"
-        if self.meet:
+        if self.net.tree.ranks_meet:
             return "ranks meet in synchronised layers"
         return None
 

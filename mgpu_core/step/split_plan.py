@@ -25,7 +25,7 @@ from mgpu_core.ranks.team import Team
 from mgpu_core.ranks.worker_choice import Workers
 from mgpu_core.support.tables import Table, html_of
 
-__all__ = ["AutoShares", "Plan", "RankPlan", "SplitPlan"]
+__all__ = ["AutoShares", "StepPlan", "RankPlan", "SplitPlan"]
 
 WARM_UP = 3  # steps whose time says little: kernels are chosen, memory is allocated
 SAMPLES = 5  # steps that a decision is made from
@@ -54,7 +54,7 @@ class RankPlan(NamedTuple):
     why: str
 
 
-class Plan(list[RankPlan]):
+class StepPlan(list[RankPlan]):
     """One :class:`RankPlan` per rank; a notebook shows a table."""
 
     def _repr_html_(self) -> str:
@@ -230,11 +230,11 @@ class SplitPlan:
                 self.shares = self._auto.shares
                 self._timed.clear()  # what was measured with other shares
 
-    def table(self, workers: Workers) -> Plan:
+    def table(self, workers: Workers) -> StepPlan:
         """Return the work of each rank; ``workers`` is how they run."""
         shares = self.shares or [1.0] * len(self._team)
         rows = [*self.rows, *[0] * (len(self._team) - len(self.rows))]
-        return Plan(
+        return StepPlan(
             RankPlan(rank, device, shares[rank] / sum(shares), rows[rank], *workers)
             for rank, device in enumerate(self._team.devices)
         )

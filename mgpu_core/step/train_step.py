@@ -30,7 +30,7 @@ from mgpu_core.step.pipeline_passes import passes_of
 from mgpu_core.step.process_sums import ProcessSums
 from mgpu_core.step.ranks import Ranks
 from mgpu_core.step.reducer import Reducer, gradients_of
-from mgpu_core.step.split_plan import Plan, SplitPlan
+from mgpu_core.step.split_plan import SplitPlan, StepPlan
 from mgpu_core.step.update import Update
 from mgpu_core.step.window import Window, joined_aux
 from mgpu_core.support.null_context import NULL_CONTEXT
@@ -366,7 +366,7 @@ class TrainStep:
         else:
             self._refusal = None if broken is None else (Error, f"{broken}: call step.rebuild(), or make a new one")
 
-    def plan(self) -> Plan:
+    def plan(self) -> StepPlan:
         """Return the plan of each rank: its device, share of the rows, rows in the last call, how it runs, and why."""
         return self._split_plan.table(self._ranks.workers)
 

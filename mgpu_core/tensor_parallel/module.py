@@ -27,7 +27,7 @@ from mgpu_core.support.warnings import warn_user
 from mgpu_core.tensor_parallel.generate import arguments_of_ranks, is_generate
 from mgpu_core.tensor_parallel.meetings import CHANGED, DrawnAlone, MetDraws, cut_layer
 from mgpu_core.tensor_parallel.objects import PLAIN, Objects
-from mgpu_core.tensor_parallel.plan import Cut, read_plan
+from mgpu_core.tensor_parallel.plan import WeightCut, read_plan
 from mgpu_core.tensor_parallel.proof import Proof, arguments
 from mgpu_core.trace import tracer
 from mgpu_core.trace.events import ALL_RANKS
@@ -53,7 +53,7 @@ class _Kept(NamedTuple):
 
     names: list[str]
     shape: tuple[int, ...]
-    cut: Cut | None
+    cut: WeightCut | None
     parts: list[Parameter]
 
     def whole(self, first: torch.device) -> torch.Tensor:
@@ -71,7 +71,7 @@ class _Slot(NamedTuple):
     number: int
 
 
-class _Lane(NamedTuple):
+class _RankCopy(NamedTuple):
     """A rank's copy of the module.
 
     Attributes:
@@ -184,7 +184,7 @@ class TensorParallel(Module):
             owner = owner.get_submodule(part)
         return owner
 
-    def _lane(self, net: Module, rank: int) -> _Lane:
+    def _lane(self, net: Module, rank: int) -> _RankCopy:
         """Return a rank's copy of the module, whose layers meet the other ranks."""
         device = self.device_ids[rank]
         shared: dict[int, Any] = {
@@ -209,7 +209,7 @@ class TensorParallel(Module):
         for module in copied.modules():
             if isinstance(module, torch.nn.TransformerEncoderLayer):
                 module.register_forward_hook(lambda *_: None)  # without one it may read its layers' weights itself
-        return _Lane(copied, list(copied.modules()), slots)
+        return _RankCopy(copied, list(copied.modules()), slots)
 
     def _share_buffers(self) -> None:
         """Have the buffers of rank 0's copy among our own, and load them into the other ranks, too."""

@@ -17,7 +17,7 @@ from torch.nn import Module
 
 from mgpu_core.parallel.scatter_inputs import row_counts
 
-__all__ = ["Cut", "Plan", "read_plan", "suggested_plan"]
+__all__ = ["WeightCut", "ShardPlan", "read_plan", "suggested_plan"]
 
 _WORDS = {
     "column": "column",
@@ -55,7 +55,7 @@ _HEAD_COUNTS = (
 _SHOWN = 5
 
 
-class Cut(NamedTuple):
+class WeightCut(NamedTuple):
     """How a tensor is cut: along a dimension, in each of some equal pieces.
 
     Attributes:
@@ -82,7 +82,7 @@ class Cut(NamedTuple):
         return torch.cat([each for piece in pieces for each in piece], self.dim)
 
 
-class Plan(NamedTuple):
+class ShardPlan(NamedTuple):
     """A plan, understood for one module.
 
     Attributes:
@@ -94,11 +94,11 @@ class Plan(NamedTuple):
     """
 
     layers: dict[str, str]
-    cuts: dict[str, Cut]
+    cuts: dict[str, WeightCut]
     heads: dict[str, dict[str, int]]
 
 
-def read_plan(net: Module, given: Mapping[str, str] | None, ranks: int) -> Plan:
+def read_plan(net: Module, given: Mapping[str, str] | None, ranks: int) -> ShardPlan:
     """Return a plan for a module, or the module's own plan.
 
     Args:
@@ -120,7 +120,7 @@ def read_plan(net: Module, given: Mapping[str, str] | None, ranks: int) -> Plan:
         raise ValueError(f"the plan has names that match nothing in {type(net).__name__}: {_listed(nothing)}")
     reader.take_ties()
     reader.check()
-    return Plan(reader.layers, reader.cuts, reader.heads() if ranks > 1 else {})
+    return ShardPlan(reader.layers, reader.cuts, reader.heads() if ranks > 1 else {})
 
 
 class _Reader:
@@ -137,7 +137,7 @@ class _Reader:
             self._first.setdefault(id(target), name)
         self._by_name: set[str] = set()  # Parameters that the plan names themselves
         self.layers: dict[str, str] = {}
-        self.cuts: dict[str, Cut] = {}
+        self.cuts: dict[str, WeightCut] = {}
 
     def take(self, pattern: str, word: str) -> bool:
         """Take an entry of the plan; return whether its name matches something."""
@@ -203,7 +203,7 @@ class _Reader:
     def _cut(self, name: str, dim: int, pieces: int) -> None:
         if name not in self._parameters:
             raise ValueError(f"{name} is computed, by a parametrization or pruning: make it a Parameter before the cut")
-        tensor, cut = self._parameters[name], Cut(dim, pieces)
+        tensor, cut = self._parameters[name], WeightCut(dim, pieces)
         if tensor.shape[dim] % pieces or tensor.shape[dim] // pieces < self._ranks:
             raise ValueError(
                 f"{name} of shape {tuple(tensor.shape)} cannot be cut along dimension {dim} for {self._ranks} ranks"
@@ -222,7 +222,7 @@ class _Reader:
             layer = self._modules[owner]
             if self._first[id(layer)] in self.layers:
                 continue
-            if cut != Cut(0) or not isinstance(layer, nn.Embedding | nn.Linear):
+            if cut != WeightCut(0) or not isinstance(layer, nn.Embedding | nn.Linear):
                 raise ValueError(
                     f"{name} is cut under another name, and a {type(layer).__name__} cannot compute with it"
                 )

@@ -22,7 +22,7 @@ from torch.nn import Module
 
 from mgpu_core.devices.transfer import to_device
 from mgpu_core.tensor_parallel.objects import PLAIN
-from mgpu_core.tensor_parallel.plan import Plan
+from mgpu_core.tensor_parallel.plan import ShardPlan
 from mgpu_core.trees.comparison import any_in_half, difference
 from mgpu_core.trees.nested import map_leaves, tensors_in
 
@@ -33,7 +33,7 @@ _ATTEMPTS = 3  # of a block that cannot run alone
 _POSITIONS = 3  # in place of one
 
 
-class _Rows:
+class _RandomRows:
     """A tensor of a call in whose place random numbers go: its shape and dtype, on meta, and its device."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -48,7 +48,7 @@ class Proof:
         plan: how it is cut.
     """
 
-    def __init__(self, net: Module, plan: Plan) -> None:
+    def __init__(self, net: Module, plan: ShardPlan) -> None:
         self._left = dict.fromkeys(_blocks(net, plan), _ATTEMPTS)
 
     @property
@@ -110,7 +110,7 @@ def arguments(seen: Any) -> tuple[Any, Any] | None:
     The same in each call, for each device.  ``None``: tokens that are alike, which prove nothing.
     """
     args, kwargs = seen
-    tensors = [each.like if isinstance(each, _Rows) else each for each in _leaves(seen)]
+    tensors = [each.like if isinstance(each, _RandomRows) else each for each in _leaves(seen)]
     rows = next((each for each in tensors if each.is_floating_point()), tensors[0] if tensors else None)
     if rows is None or not rows.ndim:
         return None
@@ -123,9 +123,9 @@ def arguments(seen: Any) -> tuple[Any, Any] | None:
     generator = torch.Generator("cpu").manual_seed(0)
 
     def filled(leaf: Any) -> Any:
-        if not isinstance(leaf, _Rows | torch.Tensor):
+        if not isinstance(leaf, _RandomRows | torch.Tensor):
             return leaf if isinstance(leaf, PLAIN) or callable(leaf) else _empty(leaf)
-        like = leaf.like if isinstance(leaf, _Rows) else leaf
+        like = leaf.like if isinstance(leaf, _RandomRows) else leaf
         times = _POSITIONS if is_one and like.ndim > dim and like.size(dim) == 1 else 1
         if isinstance(leaf, torch.Tensor):
             return leaf.detach().repeat_interleave(times, dim) if times > 1 else leaf.detach().clone()
@@ -138,7 +138,7 @@ def arguments(seen: Any) -> tuple[Any, Any] | None:
 
 def _leaves(seen: Any) -> list[Any]:
     leaves: list[Any] = []
-    map_leaves(seen, lambda leaf: leaves.append(leaf) if isinstance(leaf, _Rows | torch.Tensor) else None)
+    map_leaves(seen, lambda leaf: leaves.append(leaf) if isinstance(leaf, _RandomRows | torch.Tensor) else None)
     return leaves
 
 
@@ -153,7 +153,7 @@ def _note(calls: dict[str, Any], name: str, _: Module, args: Any, kwargs: Mappin
         if has_rows or not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
             return leaf
         has_rows = True
-        return _Rows(leaf)
+        return _RandomRows(leaf)
 
     calls[name] = map_leaves((args, dict(kwargs)), kept)
 
@@ -166,7 +166,7 @@ def _empty(leaf: Any) -> Any:
         return None
 
 
-def _blocks(net: Module, plan: Plan) -> list[str]:
+def _blocks(net: Module, plan: ShardPlan) -> list[str]:
     """Return the names of the smallest modules with a layer whose outputs are summed, and the cut ones before it."""
     paths = []
     columns = [name for name, word in plan.layers.items() if word in ("column", "packed_column")]

@@ -80,7 +80,7 @@ class _InStep:
         _whole_step.reset(self._token)
 
 
-class _WholeStep(_InStep):
+class _OpenStep(_InStep):
     """Open a whole step now, and end it on exit."""
 
     __slots__ = ("_buffer",)
@@ -94,7 +94,7 @@ class _WholeStep(_InStep):
         super().__exit__()
 
 
-class _Span:
+class _OpenSpan:
     __slots__ = ("_begin", "_bucket", "_device", "_host_ns", "_label", "_rank", "_sink", "_step", "_whole")
 
     def __init__(self, sink: Sink, step: str, rank: int, device: torch.device | None, bucket: int) -> None:
@@ -140,7 +140,7 @@ def _begun(buffer: TraceBuffer, name: str) -> AbstractContextManager[None]:
         return NULL_CONTEXT
     if buffer.is_over():
         _end(buffer)
-    return _WholeStep(buffer, name)
+    return _OpenStep(buffer, name)
 
 
 def _moment(buffer: TraceBuffer, device: torch.device | None) -> object:
@@ -177,7 +177,7 @@ def span(
         device: the device on which the work inside is launched, on this thread's current stream.
     """
     current_sink = sink
-    return NULL_CONTEXT if current_sink is None else _Span(current_sink, step, rank, device, bucket)
+    return NULL_CONTEXT if current_sink is None else _OpenSpan(current_sink, step, rank, device, bucket)
 
 
 def in_span(step: str, rank: int, device: torch.device, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:

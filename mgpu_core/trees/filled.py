@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from mgpu_core.trees.containers import is_registered, opened
 
-__all__ = ["Contents", "FilledCopies", "Undo", "exchanged_back", "holds_tensor", "is_fillable", "map_in_place"]
+__all__ = ["FilledContents", "FilledCopies", "Undo", "exchanged_back", "holds_tensor", "is_fillable", "map_in_place"]
 
 Undo = list[tuple[Any, Any, Any, Any]]
 """Of each entry that was exchanged: the container, the key, the value before, and the value since."""
@@ -121,7 +121,7 @@ def _fillable_below(obj: Any, seen: dict[int, Any], *, of_objects: bool = False,
         yield from _fillable_below(entry, seen, of_objects=of_objects, depth=depth - 1)
 
 
-class Contents:
+class FilledContents:
     """The entries of all containers below an object, to be compared and put back.
 
     Args:

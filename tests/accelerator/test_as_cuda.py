@@ -11,7 +11,7 @@ from torch import nn
 
 from mgpu_core import Error, Predictor
 from mgpu_core._core import Stream
-from mgpu_core.comm.algorithms import AllReduce
+from mgpu_core.comm.algorithms import AllReduceAlgorithm
 from mgpu_core.devices import streams
 from mgpu_core.devices.graphs import CudaRecorder
 from mgpu_core.errors import BackendUnavailable
@@ -70,7 +70,7 @@ def test_a_capture_is_seen_on_its_own_gpu_alone(captured):
                 ]
                 both = [Stream("cuda", gpu, 0) for gpu in (0, 1)]
                 with pytest.raises(BackendUnavailable, match="cannot be captured"):
-                    AllReduce([1, 1], both, 1, "float32", 4, "sum", True).run("nccl")
+                    AllReduceAlgorithm([1, 1], both, 1, "float32", 4, "sum", True).run("nccl")
         graph.capture_end()
 
 

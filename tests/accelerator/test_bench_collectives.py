@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 
 from mgpu_core.tools.bench import cases
-from mgpu_core.tools.bench.collective import Holding, Task
+from mgpu_core.tools.bench.collective import Holding, TeamTask
 
 NAMES = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "scatter", "gather")
 
@@ -15,7 +15,7 @@ NAMES = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "s
 def test_ours_and_the_loop_are_right(name, devices):
     collective = cases.load(name).plan.args[0]
     for op in collective.ops or ("sum",):
-        task = Task(len(devices), count=33, op=op, devices=devices)
+        task = TeamTask(len(devices), count=33, op=op, devices=devices)
         holding = Holding(collective, task, range(len(devices)))
         assert [str(each.device) for each in holding.sends] == list(devices)
         for do in (collective.ours, collective.loop):

@@ -6,9 +6,9 @@ import pytest
 from fakes.other_programs import Others
 
 from mgpu_core.support.progress import silent
-from mgpu_core.tools.bench.case import Bound, Contest, Plan, Row, Verdict, at_least, at_most
+from mgpu_core.tools.bench.case import Bound, Contest, Row, RowPlan, Ruling, at_least, at_most
 from mgpu_core.tools.bench.measure import measured
-from mgpu_core.tools.bench.timing import Contestant, Schedule, WrongResult
+from mgpu_core.tools.bench.timing import Contestant, Timing, WrongResult
 
 pytestmark = pytest.mark.slow
 
@@ -42,16 +42,16 @@ def test_a_bound_says_which_way_it_goes() -> None:
 
 def test_a_wrong_value_names_its_row() -> None:
     labels = {"ranks": 2, "size": 64}
-    contest = Contest(labels, {"ours": Contestant(lambda: 1.0, lambda: 5)}, Schedule(repeats=1))
+    contest = Contest(labels, {"ours": Contestant(lambda: 1.0, lambda: 5)}, Timing(repeats=1))
     with pytest.raises(WrongResult, match="ranks 2, size 64 B: ours: 5 wrong values"):
-        next(measured(Plan([labels], (each for each in [contest])), silent))
+        next(measured(RowPlan([labels], (each for each in [contest])), silent))
 
 
-def plan(count: int) -> Plan:
+def plan(count: int) -> RowPlan:
     """Rows of two contestants that always take one and two seconds."""
     sides = {who: Contestant(lambda each=each: each, lambda: 0) for who, each in (("ours", 1.0), ("gloo", 2.0))}
     labels = [{"device": "cpu", "ranks": ranks} for ranks in range(1, count + 1)]
-    return Plan(labels, (Contest(each, sides, Schedule(repeats=2)) for each in labels))
+    return RowPlan(labels, (Contest(each, sides, Timing(repeats=2)) for each in labels))
 
 
 def test_the_report_names_the_labels_that_vary() -> None:
@@ -75,7 +75,7 @@ def test_rows_next_to_other_work_are_marked(others: Others) -> None:
 
 def test_a_busy_row_is_not_judged() -> None:
     busy = [dataclasses.replace(ROWS[0], busy=True)]
-    assert at_least(6, "gloo", ranks=2).judge(busy) == Verdict("ranks 2: gloo / ours >= 6", 6.0, None, busy=True)
+    assert at_least(6, "gloo", ranks=2).judge(busy) == Ruling("ranks 2: gloo / ours >= 6", 6.0, None, busy=True)
 
 
 def test_a_bound_on_another_algorithm_of_ours() -> None:

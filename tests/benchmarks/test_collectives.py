@@ -9,7 +9,7 @@ import torch
 from mgpu_core.tools.bench import cases
 from mgpu_core.tools.bench.cases import collectives
 from mgpu_core.tools.bench.cases.collectives import OPS
-from mgpu_core.tools.bench.collective import Collective, Holding, Task, Values, around, others
+from mgpu_core.tools.bench.collective import Holding, TeamCase, TeamTask, Values, around, others
 from mgpu_core.tools.bench.gloo import GlooTeam, PeerFailed
 
 pytestmark = pytest.mark.slow
@@ -19,14 +19,14 @@ COLLECTIVES = [collectives.COLLECTIVES[name] for name in NAMES]
 SALT = 5
 
 
-def operations(collective: Collective) -> tuple[str, ...]:
+def operations(collective: TeamCase) -> tuple[str, ...]:
     return collective.ops or ("sum",)
 
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.several_ranks
 def test_closed_form_of_a_reduction(op: str, ranks: int) -> None:
-    values = Values(Task(ranks, count=50, op=op), chunks=ranks)
+    values = Values(TeamTask(ranks, count=50, op=op), chunks=ranks)
     values.salt = SALT
     stacked = torch.stack([values.of(rank, chunks=ranks) for rank in range(ranks)])
     fold = {"sum": stacked.sum, "avg": stacked.mean, "prod": stacked.prod, "min": stacked.amin, "max": stacked.amax}
@@ -36,7 +36,7 @@ def test_closed_form_of_a_reduction(op: str, ranks: int) -> None:
 
 
 def test_inputs_differ_by_rank_and_salt() -> None:
-    values = Values(Task(3, count=20), chunks=1)
+    values = Values(TeamTask(3, count=20), chunks=1)
     first = [values.of(rank).clone() for rank in range(3)]
     values.salt = SALT
     assert not any(torch.equal(values.of(rank), other) for rank in range(3) for other in first)
@@ -46,9 +46,9 @@ def test_inputs_differ_by_rank_and_salt() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32"])
 @pytest.mark.several_ranks
 @pytest.mark.parametrize("collective", COLLECTIVES, ids=NAMES)
-def test_ours_and_the_loop_are_right(collective: Collective, ranks: int, dtype: str) -> None:
+def test_ours_and_the_loop_are_right(collective: TeamCase, ranks: int, dtype: str) -> None:
     for op in operations(collective):
-        task = Task(ranks, count=33, dtype=dtype, op=op)
+        task = TeamTask(ranks, count=33, dtype=dtype, op=op)
         holding = Holding(collective, task, range(ranks))
         for do in (collective.ours, collective.loop):
             for salt in (1, SALT):
@@ -56,8 +56,8 @@ def test_ours_and_the_loop_are_right(collective: Collective, ranks: int, dtype: 
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES, ids=NAMES)
-def test_what_is_not_done_is_counted(collective: Collective) -> None:
-    task = Task(2, count=33)
+def test_what_is_not_done_is_counted(collective: TeamCase) -> None:
+    task = TeamTask(2, count=33)
     holding = Holding(collective, task, range(2))
     stale = collective.loop(task, holding.sends)
     kept = [None if result is None else result.clone() for result in stale]
@@ -67,7 +67,7 @@ def test_what_is_not_done_is_counted(collective: Collective) -> None:
 
 def test_one_wrong_element_is_one() -> None:
     collective = COLLECTIVES[0]
-    task = Task(2, count=33)
+    task = TeamTask(2, count=33)
     holding = Holding(collective, task, range(2))
 
     def spoiled() -> list[torch.Tensor]:
@@ -95,9 +95,9 @@ def team() -> Iterator[GlooTeam]:
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES, ids=NAMES)
-def test_gloo_is_right(collective: Collective, team: GlooTeam) -> None:
+def test_gloo_is_right(collective: TeamCase, team: GlooTeam) -> None:
     for op in operations(collective):
-        team.prepare(collective.name, Task(2, count=33, op=op))
+        team.prepare(collective.name, TeamTask(2, count=33, op=op))
         team.reset()
         assert team.run() > 0
         assert team.wrong(SALT) == 0
@@ -108,10 +108,10 @@ def test_a_process_that_dies_is_noticed() -> None:
         processes = team._processes
         processes[1].kill()
         with pytest.raises(PeerFailed, match="rank 1"):
-            team.prepare("broadcast", Task(2, count=3))
+            team.prepare("broadcast", TeamTask(2, count=3))
     assert not any(process.is_alive() for process in processes)
 
 
 def test_a_process_that_fails_says_why() -> None:
     with GlooTeam(ranks=1) as team, pytest.raises(PeerFailed, match="rank 0: KeyError: 'nonsense'"):
-        team.prepare("nonsense", Task(1, count=3))
+        team.prepare("nonsense", TeamTask(1, count=3))

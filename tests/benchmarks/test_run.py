@@ -12,7 +12,7 @@ from benchmarks import run
 from benchmarks.run import main
 from mgpu_core.support.tables import text_of
 from mgpu_core.tools.bench import cases, plot
-from mgpu_core.tools.bench.case import Row, Verdict
+from mgpu_core.tools.bench.case import Row, Ruling
 from mgpu_core.tools.bench.report import _section, bound_line, lines_of, report_machine, table
 from mgpu_core.tools.bench.result import Result
 from mgpu_core.tools.bench.titles import TITLES
@@ -33,7 +33,7 @@ RESULT = Result(
         for ranks in (2, 4)
         for size in (1000, 2000)
     ],
-    verdicts=[Verdict("ranks 2: gloo / ours >= 6", 6.0, True), Verdict("ranks 8: ...", None, None)],
+    verdicts=[Ruling("ranks 2: gloo / ours >= 6", 6.0, True), Ruling("ranks 8: ...", None, None)],
 )
 
 
@@ -60,7 +60,7 @@ def test_columns_of_one_value_are_a_line_above_the_table() -> None:
 
 
 def test_bounds_name_sizes_with_their_unit() -> None:
-    assert bound_line(Verdict("ranks 8, size 67108864: gloo / ours >= 13", 11.644, False)) == (
+    assert bound_line(Ruling("ranks 8, size 67108864: gloo / ours >= 13", 11.644, False)) == (
         "* MISSED: ranks 8, size 64 MiB: gloo / ours >= 13 (11.64)"
     )
 
@@ -192,7 +192,7 @@ def test_a_check_that_saw_no_bound_does_not_pass(capsys: pytest.CaptureFixture[s
 
 @pytest.mark.parametrize(("limit", "status"), [(0.0, 0), (1e9, 1)])
 def test_check_compares_with_the_bounds(monkeypatch: pytest.MonkeyPatch, limit: float, status: int) -> None:
-    monkeypatch.setattr("mgpu_core.tools.bench.case.Bound.judge", lambda *_: Verdict("x", 1.0, limit <= 1.0))
+    monkeypatch.setattr("mgpu_core.tools.bench.case.Bound.judge", lambda *_: Ruling("x", 1.0, limit <= 1.0))
     assert main(["all_reduce", *TINY, "--check"]) == status
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from mgpu_core.tools.bench.timing import (
     Contestant,
-    Schedule,
+    Timing,
     WrongResult,
     alternate,
     contest,
@@ -39,7 +39,7 @@ class Trace:
 def test_contestants_take_turns() -> None:
     trace = Trace()
     sides = {name: trace.contestant(name) for name in "ABC"}
-    seconds = alternate(sides, Schedule(repeats=2, warmup=0, flush=lambda: trace.steps.append("flush")))
+    seconds = alternate(sides, Timing(repeats=2, warmup=0, flush=lambda: trace.steps.append("flush")))
     turns = [step for step in trace.steps if step.startswith("run")]
     assert turns == ["run A", "run B", "run C"] * 2
     assert trace.steps[:3] == ["prepare A", "flush", "run A"]
@@ -49,21 +49,21 @@ def test_contestants_take_turns() -> None:
 
 def test_warm_up_is_not_kept() -> None:
     trace = Trace()
-    seconds = alternate({"A": trace.contestant("A")}, Schedule(repeats=2, warmup=3))
+    seconds = alternate({"A": trace.contestant("A")}, Timing(repeats=2, warmup=3))
     assert trace.steps.count("run A") == 5
     assert seconds["A"] == [8.0, 10.0]
 
 
 def test_all_are_verified_before_and_after() -> None:
     trace = Trace()
-    contest({name: trace.contestant(name) for name in "AB"}, Schedule(repeats=1, warmup=0))
+    contest({name: trace.contestant(name) for name in "AB"}, Timing(repeats=1, warmup=0))
     assert trace.steps[:2] == ["verify A", "verify B"] == trace.steps[-2:]
 
 
 def test_who_is_wrong_is_not_timed() -> None:
     trace = Trace()
     with pytest.raises(WrongResult, match="B: 3 wrong values"):
-        contest({"A": trace.contestant("A"), "B": trace.contestant("B", wrong=3)}, Schedule(repeats=1))
+        contest({"A": trace.contestant("A"), "B": trace.contestant("B", wrong=3)}, Timing(repeats=1))
     assert not any(step.startswith("run") for step in trace.steps)
 
 
@@ -71,7 +71,7 @@ def test_who_becomes_wrong_is_found() -> None:
     answers = iter([0, 1])
     side = Contestant(lambda: 1.0, lambda: next(answers))
     with pytest.raises(WrongResult, match=r"A: 1 wrong value$"):
-        contest({"A": side}, Schedule(repeats=1))
+        contest({"A": side}, Timing(repeats=1))
 
 
 def test_the_clock_is_around_the_work_alone() -> None:

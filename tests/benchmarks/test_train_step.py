@@ -16,13 +16,13 @@ from mgpu_core import TrainStep
 from mgpu_core.tools.bench.cases import train_step
 from mgpu_core.tools.bench.ddp_worker import DdpRank
 from mgpu_core.tools.bench.gloo import GlooTeam
-from mgpu_core.tools.bench.training import LR, Step, Trainee, Training, torch_step
+from mgpu_core.tools.bench.training import LR, Step, Trainee, TrainRow, torch_step
 
 pytestmark = pytest.mark.slow
 
 TINY = ["train_step", "--model", "simplenet", "--batch", "6", "--repeats", "1"]
 BARE = ["--peers", "bare"]
-TRAINING = Training("simplenet", batch=6, ranks=2, steps=2)
+TRAINING = TrainRow("simplenet", batch=6, ranks=2, steps=2)
 
 needs_gloo = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
 
@@ -65,7 +65,7 @@ def test_ddp_is_verified_against_the_whole_batch() -> None:
         assert team.run() > 0
         assert team.wrong(2) == 0
         # Of seven rows the last is in nobody's share.
-        team.prepare(Training("simplenet", batch=7, ranks=2, steps=1))
+        team.prepare(TrainRow("simplenet", batch=7, ranks=2, steps=1))
         assert team.wrong(1) > 0
 
 
@@ -181,7 +181,7 @@ def test_without_a_gpu_cuda_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert "--device cuda: torch sees no GPU" in capsys.readouterr().err
 
 
-def rows_of_a_run(*arguments: str) -> list[Training]:
+def rows_of_a_run(*arguments: str) -> list[TrainRow]:
     parser = argparse.ArgumentParser()
     train_step.CASE.add_arguments(parser)
     options = parser.parse_args(arguments)

@@ -166,7 +166,7 @@ def test_while_a_graph_is_captured_nothing_is_measured_and_nccl_is_refused(machi
     monkeypatch.setattr("mgpu_core.comm.algorithms.is_capturing", lambda gpu: True)
     monkeypatch.setattr(algorithms._core, "all_reduce", lambda *arguments: ran.append(arguments[5]) or arguments[5])
     monkeypatch.setattr(tuning, "_tables", {(0, 1): {4096: "nccl"}})  # also where it is known
-    call = algorithms.AllReduce([64, 128], STREAMS, 7, "float32", 28, "sum", True)
+    call = algorithms.AllReduceAlgorithm([64, 128], STREAMS, 7, "float32", 28, "sum", True)
     assert [call.run(algorithm) for algorithm in ("auto", "ring")] == ["direct", "ring"]
     assert ran == ["direct", "ring"]
     assert machine.runs == []
@@ -216,17 +216,17 @@ def test_on_gpus_auto_is_what_was_chosen_and_nccl_goes_to_its_team(monkeypatch):
     monkeypatch.setattr("mgpu_core.comm.algorithms.is_capturing", lambda gpu: False)
     monkeypatch.setattr(tuning, "choose", lambda devices, nbytes, run: {((0, 1), 28): "nccl"}[tuple(devices), nbytes])
     monkeypatch.setattr(algorithms, "with_nccl", lambda devices, call: (asked.append(devices), call(Team())))
-    call = algorithms.AllReduce([64, 128], STREAMS, 7, "float32", 28, "sum", True)
+    call = algorithms.AllReduceAlgorithm([64, 128], STREAMS, 7, "float32", 28, "sum", True)
     assert call.run("auto") == "nccl"
     assert asked == [[0, 1], ([64, 128], [64, 128], 7, "float32", "sum", STREAMS, True)]
     asked.clear()
-    low = algorithms.AllReduce([64, 128], STREAMS, 7, "float32", 28, "min", True)
+    low = algorithms.AllReduceAlgorithm([64, 128], STREAMS, 7, "float32", 28, "min", True)
     monkeypatch.setattr(algorithms._core, "all_reduce", lambda *arguments: asked.append(arguments[5]) or arguments[5])
     assert low.run("auto") == "direct"  # NCCL would drop a NaN
     assert asked == ["direct"]
     monkeypatch.undo()
     with pytest.raises(Error):
-        algorithms.AllReduce([64], [HOST], 7, "float32", 28, "sum", True).run("nccl")
+        algorithms.AllReduceAlgorithm([64], [HOST], 7, "float32", 28, "sum", True).run("nccl")
 
 
 def test_no_memory_for_a_practice_is_no_error_of_the_users(machine):
@@ -274,7 +274,7 @@ def test_nccl_that_adds_wrongly_or_is_given_up_is_not_chosen(machine, monkeypatc
 
     monkeypatch.setattr(algorithms, "with_nccl", lambda devices, call: call(Team()))
     monkeypatch.setattr(algorithms._core, "all_reduce", all_reduce)
-    call = algorithms.AllReduce([64, 128], STREAMS, 7, "float32", 28, "sum", True)
+    call = algorithms.AllReduceAlgorithm([64, 128], STREAMS, 7, "float32", 28, "sum", True)
     assert tuning.choose([0, 1], 64, call._like_this) == ("direct" if fault else "nccl")
 
 
@@ -303,8 +303,8 @@ def test_auto_never_asks_nccl_for_what_it_refuses(monkeypatch):
     monkeypatch.setattr(tuning, "choose", choose)
     streams = [*STREAMS, Stream("cuda", 0, 7)]
     for merges, wanted in ((False, "direct"), (True, "nccl")):
-        call = algorithms.AllReduce([64, 128, 192], streams, 7, "float32", 28, "sum", merges)
+        call = algorithms.AllReduceAlgorithm([64, 128, 192], streams, 7, "float32", 28, "sum", merges)
         assert call.run("auto") == wanted
     assert practised == [True, False, True, "nccl"]
-    apart = algorithms.AllReduce([64, 128], streams[:2], 7, "float32", 28, "sum", False)
+    apart = algorithms.AllReduceAlgorithm([64, 128], streams[:2], 7, "float32", 28, "sum", False)
     assert apart.run("auto") == "nccl"

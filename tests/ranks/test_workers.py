@@ -411,7 +411,7 @@ def test_ctrl_c_while_cores_are_shared_leaves_the_process_its_threads(monkeypatc
 
     def interrupted(crew, tasks, seconds):
         for worker, task in zip(crew.workers, tasks, strict=True):
-            worker.inbox.put(workers._Job(task, 0, workers._Ranks(())))  # each sets its share, sooner or later
+            worker.inbox.put(workers._Job(task, 0, workers._AtWork(())))  # each sets its share, sooner or later
         raise KeyboardInterrupt
 
     monkeypatch.setattr(workers.Crew, "run", interrupted)

@@ -43,14 +43,14 @@ def of_all_ranks(
         torch.set_grad_enabled(any(grad_modes)),
     ):
         devices_and_streams = run.team.devices, run.streams
-        outputs = _Joint.apply(devices_and_streams, eps, len(inputs), *inputs, *weights, *biases)
+        outputs = _JointStatistics.apply(devices_and_streams, eps, len(inputs), *inputs, *weights, *biases)
     ranks = len(inputs)
     results = [output if graph else output.detach() for output, graph in zip(outputs[:ranks], grad_modes, strict=True)]
     means, variances = outputs[ranks : 2 * ranks], outputs[2 * ranks :]
     return [(results[rank], means[rank], variances[rank], rows) for rank in range(ranks)]
 
 
-class _Joint(torch.autograd.Function):
+class _JointStatistics(torch.autograd.Function):
     """All ranks' inputs, weights and biases in; all ranks' outputs, and the statistics on each rank's device, out."""
 
     @staticmethod

@@ -22,7 +22,7 @@ from mgpu_core.support.tables import show
 from mgpu_core.tools.advise.benchmark import stopwatch
 from mgpu_core.tools.advise.inference import advise_inference
 from mgpu_core.tools.advise.measure import advised
-from mgpu_core.tools.advise.plan import CPU_RANKS, Plan, plan_of
+from mgpu_core.tools.advise.plan import CPU_RANKS, AdvicePlan, plan_of
 from mgpu_core.tools.advise.script import Chosen, Found, ScriptFailed, check_names, found_in, run_script, run_to_end
 from mgpu_core.tools.advise.watching import watching
 from mgpu_core.tools.options import ADVISE_USAGE, advise_options
@@ -162,7 +162,7 @@ def _parts(text: str) -> list[str]:
 
 def _plan(
     found: Found, devices: Sequence[DeviceLike] | None, batches: Sequence[int] | None, args: argparse.Namespace
-) -> Plan:
+) -> AdvicePlan:
     """Return the plan; a mistake of the caller becomes one line, whatever its class."""
     sample: Any = tuple(found.sample) if isinstance(found.sample, list) else found.sample
     try:

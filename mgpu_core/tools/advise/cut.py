@@ -9,7 +9,7 @@ from mgpu_core.pipeline.balance import cut_layers, measured_layers
 from mgpu_core.support.tables import human_nbytes
 from mgpu_core.tensor_parallel.plan import read_plan, suggested_plan
 from mgpu_core.tools.advise.memory import Memory
-from mgpu_core.tools.advise.plan import Plan
+from mgpu_core.tools.advise.plan import AdvicePlan
 from mgpu_core.tools.advise.recommend import PIPELINE, TENSOR_PARALLEL, Recommendation
 from mgpu_core.trees.module_copy import copy_module
 
@@ -18,7 +18,7 @@ __all__ = ["capacity_of", "recommended_cut"]
 _MOST_PARTS = 16
 
 
-def capacity_of(plan: Plan) -> int | None:
+def capacity_of(plan: AdvicePlan) -> int | None:
     """Return the bytes of the smallest device: as given, or of the accelerators; ``None``: unknown."""
     if plan.device_nbytes is not None:
         return plan.device_nbytes
@@ -26,7 +26,7 @@ def capacity_of(plan: Plan) -> int | None:
     return min((nbytes for nbytes in found if nbytes is not None), default=None)
 
 
-def recommended_cut(plan: Plan, memory: Memory, capacity: int) -> Recommendation:
+def recommended_cut(plan: AdvicePlan, memory: Memory, capacity: int) -> Recommendation:
     """Return the fewest parts that fit, cut so that the largest needs the least memory.
 
     A part needs its share, by parameters, buffers and what autograd keeps, of the rank's memory.  Micro-batches need

@@ -9,18 +9,18 @@ from dataclasses import dataclass
 import torch
 
 from mgpu_core.tools.advise.batches import Batch
-from mgpu_core.tools.advise.plan import Plan
+from mgpu_core.tools.advise.plan import AdvicePlan
 from mgpu_core.tools.advise.shares import StepShares, shares_of, times_of
-from mgpu_core.tools.advise.strategies import Engine
+from mgpu_core.tools.advise.strategies import StepEngine
 from mgpu_core.tools.explain.recorder import explain
 
-__all__ = ["Peaks", "Seen", "record_steps"]
+__all__ = ["Peaks", "Traced", "record_steps"]
 
 _RECORDED = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class Traced:
     """The numbers of the recorded step of median time.
 
     Attributes:
@@ -31,10 +31,10 @@ class Seen:
     peaks: tuple[tuple[str, int], ...]
 
 
-def record_steps(plan: Plan, batch: Batch) -> Seen:
+def record_steps(plan: AdvicePlan, batch: Batch) -> Traced:
     """Warm up, measure the peak of one step, then record some."""
     peaks = Peaks([each for each in plan.distinct_devices if each.type != "cpu"])
-    with closing(Engine(plan)) as way:
+    with closing(StepEngine(plan)) as way:
         for _ in range(way.warm_up):
             way.step(batch)
         peaks.begin()
@@ -45,7 +45,7 @@ def record_steps(plan: Plan, batch: Batch) -> Seen:
                 way.step(batch)
     ordered = sorted(trace.steps, key=lambda step: step.end_ns - step.begin_ns)
     step = ordered[len(ordered) // 2]
-    return Seen(shares_of(times_of(step)), found)
+    return Traced(shares_of(times_of(step)), found)
 
 
 class Peaks:

@@ -21,7 +21,7 @@ import torch
 from mgpu_core.devices.transfer import to_device
 from mgpu_core.tools.advise.batches import Batch, resized
 from mgpu_core.tools.advise.device_time import DeviceTime
-from mgpu_core.tools.advise.plan import Plan
+from mgpu_core.tools.advise.plan import AdvicePlan
 from mgpu_core.tools.advise.strategies import Loop
 
 __all__ = ["HostShare", "measured_share"]
@@ -53,7 +53,7 @@ class HostShare:
         return max(0, math.ceil((self.device_s - self.backward_s) / self.forward_s) - 1)
 
 
-def measured_share(plan: Plan) -> HostShare:
+def measured_share(plan: AdvicePlan) -> HostShare:
     """Return the share of the plain loop on the first device, a GPU, with a rank's part of the sample.
 
     The host is timed on two rows, so that it never waits for the GPU, and the GPU on all rows of the rank, behind a

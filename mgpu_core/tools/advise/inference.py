@@ -28,7 +28,7 @@ from mgpu_core.trees.module_copy import copy_module
 from mgpu_core.trees.moves import is_spread
 from mgpu_core.trees.nested import map_leaves, moved
 
-__all__ = ["InferenceAdvice", "Load", "Way", "advise_inference", "asked_for", "ways_of"]
+__all__ = ["InferenceAdvice", "Load", "ServingWay", "advise_inference", "asked_for", "ways_of"]
 
 FORMAT = "mgpu_core advice inference 1"
 _WAITS_MS = (0.0, 2.0)
@@ -53,7 +53,7 @@ class Load:
 
 
 @dataclass(slots=True)
-class Way:
+class ServingWay:
     """The bare net (no ranks), or a Predictor.
 
     Attributes:
@@ -93,11 +93,11 @@ class InferenceAdvice:
     devices: tuple[str, ...]
     rows: int
     callers: int
-    ways: tuple[Way, ...]
+    ways: tuple[ServingWay, ...]
     notes: tuple[str, ...]
     environment: dict[str, str]
 
-    def best(self, load: str) -> Way | None:
+    def best(self, load: str) -> ServingWay | None:
         """Return the first way that answers nearly as many rows per second as the fastest one.
 
         Args:
@@ -159,11 +159,11 @@ def _cells(load: Load | None) -> list[str]:
     return ["-"] * 3 if load is None else [f"{load.rate:.0f}", human_seconds(load.p50_s), human_seconds(load.p99_s)]
 
 
-def ways_of(ranks: int, rows: int, callers: int, batches: Sequence[int] | None = None) -> list[Way]:
+def ways_of(ranks: int, rows: int, callers: int, batches: Sequence[int] | None = None) -> list[ServingWay]:
     """Return the bare net, and Predictors with 1, 2, 4, ... ranks, some sizes of batches and two waits."""
     counts = sorted({ranks, *(1 << power for power in range(ranks.bit_length()))})
     sizes = sorted({max(1, callers // ranks), callers, rows} if batches is None else {*batches})
-    return [Way(0), *(Way(count, size, wait) for count in counts for size in sizes for wait in _WAITS_MS)]
+    return [ServingWay(0), *(ServingWay(count, size, wait) for count in counts for size in sizes for wait in _WAITS_MS)]
 
 
 def advise_inference(
@@ -222,7 +222,7 @@ def _better(before: Load | None, now: Load) -> Load:
 
 
 def _measured(
-    way: Way, net: Module, call: Call, rows: int, devices: Sequence[torch.device], callers: int, seconds: float
+    way: ServingWay, net: Module, call: Call, rows: int, devices: Sequence[torch.device], callers: int, seconds: float
 ) -> tuple[Load, Load | None]:
     """Return what callers of one row saw, and one of whole batches."""
     one_row: Call = map_leaves(call, lambda leaf: leaf[:1] if isinstance(leaf, torch.Tensor) else leaf)

@@ -18,11 +18,11 @@ from mgpu_core.tools.advise.benchmark import Budget, Stopwatch, contest, stopwat
 from mgpu_core.tools.advise.break_even import break_even
 from mgpu_core.tools.advise.cut import capacity_of, recommended_cut
 from mgpu_core.tools.advise.data import Measurement, best_speedups
-from mgpu_core.tools.advise.from_trace import Seen, record_steps
+from mgpu_core.tools.advise.from_trace import Traced, record_steps
 from mgpu_core.tools.advise.host_share import HostShare, measured_share
 from mgpu_core.tools.advise.loading import loader_seconds
 from mgpu_core.tools.advise.memory import Memory, count_memory
-from mgpu_core.tools.advise.plan import REPEATS, SECONDS, MakeOptimizer, Plan, plan_of
+from mgpu_core.tools.advise.plan import REPEATS, SECONDS, AdvicePlan, MakeOptimizer, plan_of
 from mgpu_core.tools.advise.reasons import reason_of
 from mgpu_core.tools.advise.recommend import Recommendation, recommend
 from mgpu_core.tools.advise.result import Advice
@@ -98,14 +98,14 @@ class _Findings:
             return None
 
 
-def advised(plan: Plan, clock: Stopwatch, report: Report = silent) -> Advice:
+def advised(plan: AdvicePlan, clock: Stopwatch, report: Report = silent) -> Advice:
     """Measure by ``clock`` and recordings, and draw the conclusions."""
     with random_state_kept(plan.devices), torch.enable_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # each way would say the same; a failure is told in the result
         return _advised(plan, clock, report)
 
 
-def _advised(plan: Plan, clock: Stopwatch, report: Report) -> Advice:
+def _advised(plan: AdvicePlan, clock: Stopwatch, report: Report) -> Advice:
     budget, findings = Budget(plan.seconds), _Findings(busy_notes(plan.distinct_devices))
     loader_s = None
     if plan.loader is not None:
@@ -132,7 +132,7 @@ def _advised(plan: Plan, clock: Stopwatch, report: Report) -> Advice:
     return _concluded(plan, findings, memory, seen, loader_s, host)
 
 
-def _contests(plan: Plan, budget: Budget, clock: Stopwatch, findings: _Findings, report: Report) -> None:
+def _contests(plan: AdvicePlan, budget: Budget, clock: Stopwatch, findings: _Findings, report: Report) -> None:
     """Time the strategies at each batch, the sample's own batch first."""
     ordered = [plan.rows, *(each for each in plan.batches if each != plan.rows)]
     for index, rows in enumerate(ordered):
@@ -150,10 +150,10 @@ def _contests(plan: Plan, budget: Budget, clock: Stopwatch, findings: _Findings,
 
 
 def _concluded(
-    plan: Plan,
+    plan: AdvicePlan,
     findings: _Findings,
     memory: Memory | None,
-    seen: Seen | None,
+    seen: Traced | None,
     loader_s: float | None,
     host: HostShare | None = None,
     recommendation: Recommendation | None = None,

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from mgpu_core.pipeline.balance import SavedTensors
 from mgpu_core.tools.advise.batches import Batch
-from mgpu_core.tools.advise.plan import Plan
+from mgpu_core.tools.advise.plan import AdvicePlan
 from mgpu_core.tools.advise.strategies import Loop
 
 __all__ = ["Memory", "count_memory"]
@@ -42,7 +42,7 @@ class Memory:
         return self.parameters_nbytes + self.gradients_nbytes + self.optimizer_nbytes + self.activations_nbytes
 
 
-def count_memory(plan: Plan, part: Batch) -> Memory:
+def count_memory(plan: AdvicePlan, part: Batch) -> Memory:
     """Count over one step of a copy of the net, on a rank's share of the batch; ``peaks`` is empty."""
     with closing(Loop(plan, lambda net: net)) as way:
         own = [*way.net.parameters(), *way.net.buffers()]

@@ -18,7 +18,7 @@ from mgpu_core.step.losses import output_loss
 from mgpu_core.tools.advise.batches import Batch, batch_sizes
 from mgpu_core.trace.tracer import is_tracing
 
-__all__ = ["CPU_RANKS", "REPEATS", "SECONDS", "MakeOptimizer", "Plan", "plan_of"]
+__all__ = ["CPU_RANKS", "REPEATS", "SECONDS", "MakeOptimizer", "AdvicePlan", "plan_of"]
 
 MakeOptimizer = Callable[[list[torch.nn.Parameter]], Optimizer]
 
@@ -30,7 +30,7 @@ REPEATS, SECONDS = 7, 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class AdvicePlan:
     """Arguments that fit together.
 
     Attributes:
@@ -74,7 +74,7 @@ def plan_of(
     repeats: int = REPEATS,
     seconds: float = SECONDS,
     device_nbytes: int | None = None,
-) -> Plan:
+) -> AdvicePlan:
     """Return the plan; see :func:`mgpu_core.advise` for arguments and errors."""
     check_module(net)
     if isinstance(sample, Mapping):
@@ -98,7 +98,7 @@ def plan_of(
     if is_tracing():
         raise RuntimeError("a recording is on, and would be measured too: call advise() outside of it")
     make = _sgd if optimizer is None else optimizer
-    return Plan(net, loss_fn, tuple(sample), devices, sizes, make, loader, repeats, float(seconds), device_nbytes)
+    return AdvicePlan(net, loss_fn, tuple(sample), devices, sizes, make, loader, repeats, float(seconds), device_nbytes)
 
 
 class _ByName(Module):

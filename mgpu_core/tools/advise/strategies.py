@@ -16,10 +16,10 @@ from mgpu_core.errors import Error
 from mgpu_core.step.graph_cache import WARM_UP
 from mgpu_core.step.train_step import TrainStep
 from mgpu_core.tools.advise.batches import Batch
-from mgpu_core.tools.advise.plan import Plan
+from mgpu_core.tools.advise.plan import AdvicePlan
 from mgpu_core.trees.module_copy import copy_module
 
-__all__ = ["CAPTURED", "DROP_IN", "ENGINE", "NAMES", "ONE", "Engine", "Loop", "Way", "first_line", "makers"]
+__all__ = ["CAPTURED", "DROP_IN", "ENGINE", "NAMES", "ONE", "StepEngine", "Loop", "Way", "first_line", "makers"]
 
 ONE, DROP_IN, ENGINE, CAPTURED = NAMES = ("one device", "DataParallel", "TrainStep", "TrainStep captured")
 """The simplest first."""
@@ -28,7 +28,7 @@ ONE, DROP_IN, ENGINE, CAPTURED = NAMES = ("one device", "DataParallel", "TrainSt
 _IN_REPLICA = re.compile(r"Caught \w+ (in replica \d+ on device [\w:]+)")
 
 
-def makers(plan: Plan) -> dict[str, Callable[[], Way]]:
+def makers(plan: AdvicePlan) -> dict[str, Callable[[], Way]]:
     """Return how each way that makes sense on these devices is made, simplest first.
 
     One rank alone has nothing to split: there the drop-in is the plain loop.  Graphs are for GPUs.
@@ -36,9 +36,9 @@ def makers(plan: Plan) -> dict[str, Callable[[], Way]]:
     found: dict[str, Callable[[], Way]] = {ONE: lambda: Loop(plan, lambda net: net)}
     if len(plan.devices) > 1:
         found[DROP_IN] = lambda: Loop(plan, lambda net: DataParallel(net, plan.devices))
-    found[ENGINE] = lambda: Engine(plan)
+    found[ENGINE] = lambda: StepEngine(plan)
     if [each.type for each in plan.distinct_devices] == [GRAPH_DEVICE]:  # several devices go the ordinary way
-        found[CAPTURED] = lambda: Engine(plan, capture=True)
+        found[CAPTURED] = lambda: StepEngine(plan, capture=True)
     return found
 
 
@@ -72,7 +72,7 @@ class Way:
 
     warm_up = 3
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: AdvicePlan) -> None:
         self.device = plan.devices[0]
         self.net: Module = copied(plan.net, self.device)
         self.loss_fn = copied(plan.loss_fn, self.device)
@@ -97,7 +97,7 @@ class Loop(Way):
         wrap: makes the callable of the loop from the copy.
     """
 
-    def __init__(self, plan: Plan, wrap: Callable[[Module], Module]) -> None:
+    def __init__(self, plan: AdvicePlan, wrap: Callable[[Module], Module]) -> None:
         super().__init__(plan)
         self._model = wrap(self.net)
         self._moves_inputs = self._model is self.net  # a wrapper splits the batch from where it is
@@ -122,10 +122,10 @@ class Loop(Way):
         del self._model
 
 
-class Engine(Way):
+class StepEngine(Way):
     """A :class:`mgpu_core.TrainStep`; ``capture``: as CUDA graphs."""
 
-    def __init__(self, plan: Plan, *, capture: bool = False) -> None:
+    def __init__(self, plan: AdvicePlan, *, capture: bool = False) -> None:
         super().__init__(plan)
         self.warm_up = WARM_UP + 2 if capture else 3
         self._step = TrainStep(self.net, self.loss_fn, self.optimizer, plan.devices, capture=capture)

@@ -18,11 +18,11 @@ from mgpu_core.inference.predictor import Predictor
 from mgpu_core.inference.requests import Call
 from mgpu_core.tools.advise.script import dim_of, without_wrappers
 
-__all__ = ["Seen", "Watch", "watching"]
+__all__ = ["Watched", "Watch", "watching"]
 
 
 @dataclass(slots=True)
-class Seen:
+class Watched:
     """A net that was called.
 
     Attributes:
@@ -51,16 +51,16 @@ class Watch:
     """The nets that were called for inference, or in training, by their identity."""
 
     training: bool = False
-    _seen: dict[int, Seen] = field(default_factory=dict)
+    _seen: dict[int, Watched] = field(default_factory=dict)
     _outermost: tuple[int, int] | None = None  # thread and module of the call that is being made
 
-    def best(self) -> Seen | None:
+    def best(self) -> Watched | None:
         """Return the net that was called most often; of equals the first."""
         return max(self._seen.values(), key=lambda each: each.count, default=None)
 
     def note(self, net: Module, call: Call) -> None:
         """Count one call."""
-        self._seen.setdefault(id(net), Seen(net, call)).count += 1
+        self._seen.setdefault(id(net), Watched(net, call)).count += 1
 
     def begin(self, module: Module, _args: Any) -> None:
         """Before every forward: remember the outermost module, unless a predictor calls its copy."""

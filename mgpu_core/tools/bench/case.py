@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from mgpu_core.support.tables import human_nbytes
-from mgpu_core.tools.bench.timing import OURS, Contestant, Schedule, ratio
+from mgpu_core.tools.bench.timing import OURS, Contestant, Timing, ratio
 
 Label = int | str
 Labels = Mapping[str, Label]
@@ -65,14 +65,14 @@ class Contest:
 
     labels: dict[str, Label]
     contestants: Mapping[str, Contestant]
-    schedule: Schedule
+    schedule: Timing
     nbytes: int | None = None
     bus_factor: float | None = None
     without: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Plan:
+class RowPlan:
     """The rows of a run.
 
     Attributes:
@@ -85,7 +85,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Ruling:
     """One bound against one run; `held` is None where its row was not measured, or on a busy machine."""
 
     text: str
@@ -106,18 +106,18 @@ class Bound:
     peer: str
     where: Labels
 
-    def judge(self, rows: Sequence[Row]) -> Verdict:
+    def judge(self, rows: Sequence[Row]) -> Ruling:
         """Return the verdict on the first row that the bound is about."""
         alone = [each for row in rows for each in row.of_each_algorithm()]
         about = [row for row in alone if self.where.items() <= row.labels.items() and self.peer in row.seconds]
         if not about:
-            return Verdict(self._text(), None, None)
+            return Ruling(self._text(), None, None)
         value = about[0].ratios()[self.peer]
         if self.kind == "at most":
             value = 1 / value
         if about[0].busy:
-            return Verdict(self._text(), value, None, busy=True)
-        return Verdict(self._text(), value, value >= self.limit if self.kind == "at least" else value <= self.limit)
+            return Ruling(self._text(), value, None, busy=True)
+        return Ruling(self._text(), value, value >= self.limit if self.kind == "at least" else value <= self.limit)
 
     def _text(self) -> str:
         where = ", ".join(f"{name} {value}" for name, value in self.where.items())
@@ -155,7 +155,7 @@ class Case:
     name: str
     summary: str
     peers: tuple[str, ...]
-    plan: Callable[[argparse.Namespace], Plan]
+    plan: Callable[[argparse.Namespace], RowPlan]
     add_arguments: Callable[[argparse.ArgumentParser], object]
     unit: str
     formula: str = ""

@@ -26,7 +26,7 @@ Tensors = Sequence[torch.Tensor | None]
 
 
 @dataclass(frozen=True)
-class Task:
+class TeamTask:
     """The numbers of one row: `count` elements in what each rank gives or gets, as nccl-tests prints it.
 
     `devices`: one per rank; empty: the CPU.
@@ -43,7 +43,7 @@ class Task:
         """Return where a rank's tensors are."""
         return self.devices[rank] if self.devices else "cpu"
 
-    def tiny(self) -> "Task":
+    def tiny(self) -> "TeamTask":
         """Return the same with one element."""
         return replace(self, count=1)
 
@@ -51,7 +51,7 @@ class Task:
 class Values:
     """The inputs and the results of one task; views, to be copied and compared, not written."""
 
-    def __init__(self, task: Task, chunks: int) -> None:
+    def __init__(self, task: TeamTask, chunks: int) -> None:
         """`chunks`: how many of them a rank holds at most."""
         self.task = task
         self.salt = 0
@@ -103,7 +103,7 @@ def whole(_ranks: int) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Collective:
+class TeamCase:
     """One collective and the three ways to do it.
 
     All but the in-place ones return fresh memory, for every contestant alike, as a forward pass does.
@@ -131,9 +131,9 @@ class Collective:
     bus_factor: Callable[[int], float] = others
     sends: Callable[[Values, int], torch.Tensor] = lambda values, rank: values.of(rank)
     wanted: Wanted
-    ours: Callable[[Task, Sequence[torch.Tensor]], Tensors]
-    loop: Callable[[Task, Sequence[torch.Tensor]], Tensors]
-    gloo: Callable[[Task, int, torch.Tensor], torch.Tensor | None]
+    ours: Callable[[TeamTask, Sequence[torch.Tensor]], Tensors]
+    loop: Callable[[TeamTask, Sequence[torch.Tensor]], Tensors]
+    gloo: Callable[[TeamTask, int, torch.Tensor], torch.Tensor | None]
     ops: tuple[str, ...] = ()
     algorithms: tuple[str, ...] = ()
     bounds: tuple[Bound, ...] = ()
@@ -143,7 +143,7 @@ class Collective:
 class Holding:
     """The tensors that one process holds: those of all ranks (ours, the torch loop), or of one (gloo)."""
 
-    def __init__(self, collective: Collective, task: Task, ranks: Sequence[int]) -> None:
+    def __init__(self, collective: TeamCase, task: TeamTask, ranks: Sequence[int]) -> None:
         self.task = task
         self._collective, self._ranks = collective, ranks
         self._values = Values(task, task.ranks if collective.split else 1)

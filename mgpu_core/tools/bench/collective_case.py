@@ -16,13 +16,13 @@ from functools import partial
 
 import torch
 
-from mgpu_core.tools.bench.case import Case, Contest, Label, Plan, UsageError, chosen, refuse
+from mgpu_core.tools.bench.case import Case, Contest, Label, RowPlan, UsageError, chosen, refuse
 from mgpu_core.tools.bench.collective import (
     DTYPES,
     MOST_RANKS,
-    Collective,
     Holding,
-    Task,
+    TeamCase,
+    TeamTask,
     Tensors,
     Wanted,
     around,
@@ -30,14 +30,14 @@ from mgpu_core.tools.bench.collective import (
 )
 from mgpu_core.tools.bench.gloo import GlooTeam
 from mgpu_core.tools.bench.options import add_ranks, names_among, parse_sizes
-from mgpu_core.tools.bench.timing import OURS, CacheFlush, Contestant, Schedule, nothing, timed
+from mgpu_core.tools.bench.timing import OURS, CacheFlush, Contestant, Timing, nothing, timed
 
 TOUCH = "touch"
 
-Way = Callable[[Task, Sequence[torch.Tensor]], Tensors]
+Way = Callable[[TeamTask, Sequence[torch.Tensor]], Tensors]
 
 
-def case_of(collective: Collective) -> Case:
+def case_of(collective: TeamCase) -> Case:
     """Return the case of one collective."""
     factor = "2(n-1)/n" if collective.bus_factor is around else "(n-1)/n" if collective.bus_factor is others else "1"
     formula = f"algbw = size / median time, busbw = algbw x {factor} with n ranks; GB/s, 1 GB = 10^9 bytes"
@@ -55,7 +55,7 @@ def case_of(collective: Collective) -> Case:
     )
 
 
-def plan(collective: Collective, options: argparse.Namespace) -> Plan:
+def plan(collective: TeamCase, options: argparse.Namespace) -> RowPlan:
     """Return a row per number of ranks and size. `UsageError` for numbers that no row can have."""
     if options.device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: torch sees no GPU here")
@@ -64,10 +64,10 @@ def plan(collective: Collective, options: argparse.Namespace) -> Plan:
     tasks = {ranks: [_task(collective, options, ranks, size) for size in options.sizes] for ranks in options.ranks}
     refuse(options, "gloo", gloo_cannot(next(iter(tasks.values()))[0]))
     labels = [_labels(collective, task) for sizes in tasks.values() for task in sizes]
-    return Plan(labels, _contests(collective, options, tasks))
+    return RowPlan(labels, _contests(collective, options, tasks))
 
 
-def gloo_cannot(task: Task) -> str:
+def gloo_cannot(task: TeamTask) -> str:
     """Return what gloo lacks for a task; empty: it can do it."""
     if task.devices:
         return "it is measured on the CPU only"
@@ -76,9 +76,9 @@ def gloo_cannot(task: Task) -> str:
 
 
 def _contests(
-    collective: Collective, options: argparse.Namespace, tasks: Mapping[int, Sequence[Task]]
+    collective: TeamCase, options: argparse.Namespace, tasks: Mapping[int, Sequence[TeamTask]]
 ) -> Generator[Contest]:
-    schedule = Schedule(options.repeats, warmup=2, flush=CacheFlush() if options.device == "cpu" else nothing)
+    schedule = Timing(options.repeats, warmup=2, flush=CacheFlush() if options.device == "cpu" else nothing)
     for ranks, sizes in tasks.items():
         with contextlib.ExitStack() as stack:
             takes_part = "gloo" in options.peers and not gloo_cannot(sizes[0])
@@ -88,7 +88,7 @@ def _contests(
 
 
 def _contest(
-    collective: Collective, options: argparse.Namespace, task: Task, team: GlooTeam | None, schedule: Schedule
+    collective: TeamCase, options: argparse.Namespace, task: TeamTask, team: GlooTeam | None, schedule: Timing
 ) -> Contest:
     """In a function of its own: the tensors of one row are gone before the next one's are made."""
     peers = [peer for peer in options.peers if peer != "gloo" or team is not None]
@@ -104,7 +104,7 @@ def _name_of(algorithm: str) -> str:
     return f"{OURS} {algorithm}"
 
 
-def _add_arguments(collective: Collective, parser: argparse.ArgumentParser) -> None:
+def _add_arguments(collective: TeamCase, parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_ranks(parser, "2,4,8")
     add("--sizes", type=parse_sizes, default="64M", metavar="LIST", help="such as 64M or 1K:256M (default: 64M)")
@@ -118,7 +118,7 @@ def _add_arguments(collective: Collective, parser: argparse.ArgumentParser) -> N
         add("--algorithms", type=known, default="auto", metavar="LIST", help=text)
 
 
-def _task(collective: Collective, options: argparse.Namespace, ranks: int, size: int) -> Task:
+def _task(collective: TeamCase, options: argparse.Namespace, ranks: int, size: int) -> TeamTask:
     if not 2 <= ranks <= MOST_RANKS:
         raise UsageError(f"--ranks: wanted 2 to {MOST_RANKS}, got {ranks}")
     count = size // _itemsize(options.dtype) // (ranks if collective.split else 1)
@@ -127,7 +127,7 @@ def _task(collective: Collective, options: argparse.Namespace, ranks: int, size:
     gpus = torch.cuda.device_count() if options.device == "cuda" else 0
     devices = tuple(f"cuda:{rank % gpus}" for rank in range(ranks)) if gpus else ()
     algorithm = getattr(options, "algorithms", ["auto"])[0]
-    return Task(ranks, count, options.dtype, getattr(options, "op", "sum"), algorithm, devices)
+    return TeamTask(ranks, count, options.dtype, getattr(options, "op", "sum"), algorithm, devices)
 
 
 def _itemsize(dtype: str) -> int:
@@ -135,7 +135,7 @@ def _itemsize(dtype: str) -> int:
     return itemsize
 
 
-def _labels(collective: Collective, task: Task) -> dict[str, Label]:
+def _labels(collective: TeamCase, task: TeamTask) -> dict[str, Label]:
     nbytes = task.count * _itemsize(task.dtype) * (task.ranks if collective.split else 1)
     # Reductions are told apart by `op`; `reduce` has one, which is not an option.
     redop = task.op if collective.ops or collective.name == "reduce" else "none"
@@ -145,7 +145,7 @@ def _labels(collective: Collective, task: Task) -> dict[str, Label]:
 
 
 def _contestants(
-    collective: Collective, task: Task, others: Sequence[str], team: GlooTeam | None
+    collective: TeamCase, task: TeamTask, others: Sequence[str], team: GlooTeam | None
 ) -> Mapping[str, Contestant]:
     # Ours and the torch loop take turns on the same tensors: each begins with fresh inputs and a flushed cache.
     holding, tiny = (Holding(collective, each, range(task.ranks)) for each in (task, task.tiny()))
@@ -172,5 +172,5 @@ def _contestants(
     return sides
 
 
-def _touch(_task: Task, sends: Sequence[torch.Tensor]) -> Tensors:
+def _touch(_task: TeamTask, sends: Sequence[torch.Tensor]) -> Tensors:
     return [send.neg_() for send in sends]

@@ -15,7 +15,7 @@ from mgpu_core.support.progress import Progress
 from mgpu_core.support.tables import show
 from mgpu_core.tools.bench import cases
 from mgpu_core.tools.bench.baseline import compared
-from mgpu_core.tools.bench.case import Case, Plan, Row
+from mgpu_core.tools.bench.case import Case, Row, RowPlan
 from mgpu_core.tools.bench.environment import environment, header
 from mgpu_core.tools.bench.gloo import PeerFailed
 from mgpu_core.tools.bench.measure import measured
@@ -64,7 +64,7 @@ def _run(case: Case, args: argparse.Namespace) -> int:
     return max(checked, _compare(args, result, baseline) if baseline is not None else 0)
 
 
-def _measure(plan: Plan, args: argparse.Namespace, rows: list[Row]) -> None:
+def _measure(plan: RowPlan, args: argparse.Namespace, rows: list[Row]) -> None:
     """Append the rows to `rows`, each when it is measured, and note what is special about them, once."""
     told = set[tuple[str, str]]()
     if note := busy_note():

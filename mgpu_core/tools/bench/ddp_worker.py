@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from mgpu_core.tools.bench.gloo_worker import WorkerConfig
-from mgpu_core.tools.bench.training import Step, Trainee, Training, torch_step
+from mgpu_core.tools.bench.training import Step, Trainee, TrainRow, torch_step
 
 
 class DdpRank:
@@ -19,7 +19,7 @@ class DdpRank:
     def __init__(self, config: WorkerConfig) -> None:
         self._seat = config
 
-    def prepare(self, training: Training) -> None:
+    def prepare(self, training: TrainRow) -> None:
         """Make the network of a row; all ranks together."""
         share = training.batch // self._seat.ranks
         begin = self._seat.rank * share

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from mgpu_core.tools.bench.collective import Collective, Holding, Task
+from mgpu_core.tools.bench.collective import Holding, TeamCase, TeamTask
 
 GLOO_SECONDS = 60.0
 """How long a collective may take before gloo gives it up."""
@@ -62,10 +62,10 @@ class Rank:
     def __init__(self, config: WorkerConfig) -> None:
         self._rank = config.rank
 
-    def prepare(self, collective: str, task: Task) -> None:
+    def prepare(self, collective: str, task: TeamTask) -> None:
         """Make the buffers of a row of that case."""
         table = importlib.import_module("mgpu_core.tools.bench.cases.collectives").COLLECTIVES
-        self._collective: Collective = table[collective]
+        self._collective: TeamCase = table[collective]
         self._holding = Holding(self._collective, task, [self._rank])
         self._tiny = Holding(self._collective, task.tiny(), [self._rank])
 

@@ -17,10 +17,10 @@ from typing import Any, Protocol
 
 import torch
 
-from mgpu_core.tools.bench.case import Bound, Case, Contest, Label, Plan, UsageError, at_least, chosen
+from mgpu_core.tools.bench.case import Bound, Case, Contest, Label, RowPlan, UsageError, at_least, chosen
 from mgpu_core.tools.bench.device_clock import DeviceClock
 from mgpu_core.tools.bench.options import parse_count, parse_sizes
-from mgpu_core.tools.bench.timing import Contestant, Schedule, failing
+from mgpu_core.tools.bench.timing import Contestant, Timing, failing
 
 COPY = "copy"
 TWINS: dict[str, str] = {}
@@ -165,7 +165,9 @@ def _add_arguments(pieces: bool, many: bool, parser: argparse.ArgumentParser) ->
     parser.set_defaults(tensors=64 if pieces else 1, many=10000 if many else 0)
 
 
-def _plan(problem: Callable[[Task], Problem], peers: Sequence[str], twinned: bool, options: argparse.Namespace) -> Plan:
+def _plan(
+    problem: Callable[[Task], Problem], peers: Sequence[str], twinned: bool, options: argparse.Namespace
+) -> RowPlan:
     """Return a row per size, and those of many small tensors; without `--peers` with all that can take part there."""
     device = _device(options.device)
     there = [*peers, *(twins(device) if twinned else ())]
@@ -173,7 +175,7 @@ def _plan(problem: Callable[[Task], Problem], peers: Sequence[str], twinned: boo
         if peer not in there:
             raise UsageError(f"--peers: {peer} needs a GPU and the package {peer}")
     tasks = [(task, options.named or _peers_of(task, there)) for task in tasks_of(device, options)]
-    return Plan([task.labels for task, _ in tasks], _contests(problem, device, tasks, options.repeats))
+    return RowPlan([task.labels for task, _ in tasks], _contests(problem, device, tasks, options.repeats))
 
 
 def _peers_of(task: Task, there: Sequence[str]) -> list[str]:
@@ -188,12 +190,12 @@ def _contests(
     repeats: int,
 ) -> Generator[Contest]:
     clock = DeviceClock(device)
-    schedule = Schedule(repeats, warmup=2, flush=clock.flush)
+    schedule = Timing(repeats, warmup=2, flush=clock.flush)
     for task, peers in tasks:
         yield _contest(problem(task), task, peers, clock, schedule)
 
 
-def _contest(problem: Problem, task: Task, peers: Sequence[str], clock: DeviceClock, schedule: Schedule) -> Contest:
+def _contest(problem: Problem, task: Task, peers: Sequence[str], clock: DeviceClock, schedule: Timing) -> Contest:
     salts = itertools.count(1)
 
     def contestant(side: Side) -> Contestant:
@@ -206,14 +208,14 @@ def _contest(problem: Problem, task: Task, peers: Sequence[str], clock: DeviceCl
         return Contestant(clock.run_of(side, task.clock), wrong)
 
     contestants = {who: contestant(side) for who, side in problem.sides.items()}
-    copy = _Copy(problem.nbytes // 2, task.device)
+    copy = _MemoryCopy(problem.nbytes // 2, task.device)
     contestants[COPY] = Contestant(clock.run_of(copy.work, task.clock), copy.wrong)
     without = failing(chosen(contestants, peers), TWINS.keys())
     working = chosen(contestants, [peer for peer in peers if peer not in without])
     return Contest(task.labels, working, schedule, problem.nbytes, without=without)
 
 
-class _Copy:
+class _MemoryCopy:
     """The floor: so many bytes read, as many written."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:

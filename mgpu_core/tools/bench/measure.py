@@ -6,13 +6,13 @@ from dataclasses import replace
 
 from mgpu_core.support.busy import busy_note
 from mgpu_core.support.progress import Report, within
-from mgpu_core.tools.bench.case import Contest, Plan, Row, describe, varying
+from mgpu_core.tools.bench.case import Contest, Row, RowPlan, describe, varying
 from mgpu_core.tools.bench.timing import OnRound, WrongResult, contest, nothing
 
 __all__ = ["measured", "row_of"]
 
 
-def measured(plan: Plan, report: Report) -> Generator[Row]:
+def measured(plan: RowPlan, report: Report) -> Generator[Row]:
     """Yield the rows; report the rounds. A row is marked if the machine was busy before it or after it.
 
     Raises:
@@ -40,7 +40,7 @@ def row_of(row: Contest, on_round: OnRound = nothing) -> Row:
     return Row(row.labels, seconds, row.nbytes, row.bus_factor, row.without)
 
 
-def _reporting(plan: Plan, index: int, report: Report) -> OnRound:
+def _reporting(plan: RowPlan, index: int, report: Report) -> OnRound:
     """Return the report of a row's rounds, which names the labels in which the rows differ."""
     count, labels = len(plan.labels), plan.labels[index]
     name = describe({each: labels[each] for each in varying(plan.labels)})

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mgpu_core.support.files import write_whole
 from mgpu_core.support.tables import Lines, Table, human_nbytes
-from mgpu_core.tools.bench.case import Labels, Row, UsageError, Verdict, describe, show_label, varying
+from mgpu_core.tools.bench.case import Labels, Row, Ruling, UsageError, describe, show_label, varying
 from mgpu_core.tools.bench.environment import header
 from mgpu_core.tools.bench.plot import draw
 from mgpu_core.tools.bench.result import Result
@@ -62,7 +62,7 @@ def table(result: Result) -> Table:
     return Table([titles, *lines], words, markdown=True)
 
 
-def bound_line(verdict: Verdict) -> str:
+def bound_line(verdict: Ruling) -> str:
     """Return `* held: ranks 2, size 64 MiB: gloo / ours >= 6 (7.2)`."""
     state = "not judged: busy" if verdict.busy else {True: "held", False: "MISSED", None: "not measured"}[verdict.held]
     value = "" if verdict.value is None else f" ({significant(verdict.value)})"

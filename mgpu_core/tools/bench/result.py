@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mgpu_core.support.files import write_whole
-from mgpu_core.tools.bench.case import Case, Row, UsageError, Verdict
+from mgpu_core.tools.bench.case import Case, Row, Ruling, UsageError
 
 FORMAT = "mgpu_core benchmark 1"
 
@@ -23,7 +23,7 @@ class Result:
     formula: str
     environment: dict[str, str]
     rows: list[Row]
-    verdicts: list[Verdict]
+    verdicts: list[Ruling]
 
     @classmethod
     def of(cls, case: Case, environment: dict[str, str], rows: list[Row], *, checked: bool) -> "Result":
@@ -45,7 +45,7 @@ class Result:
             if content.pop("format") != FORMAT or not content["rows"]:
                 raise ValueError("another format, or no rows")
             content["rows"] = [Row(**row) for row in content["rows"]]
-            content["verdicts"] = [Verdict(**verdict) for verdict in content["verdicts"]]
+            content["verdicts"] = [Ruling(**verdict) for verdict in content["verdicts"]]
             return cls(**content)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UsageError(f"{path}: wanted a file of the format {FORMAT!r} ({error})") from error

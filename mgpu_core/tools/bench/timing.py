@@ -51,7 +51,7 @@ class Contestant:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class Timing:
     """How often a row is run, and the work before each run, outside the clock and after `prepare`."""
 
     repeats: int
@@ -83,7 +83,7 @@ def timed(
 
 
 def contest(
-    contestants: Mapping[str, Contestant], schedule: Schedule, on_round: OnRound = nothing
+    contestants: Mapping[str, Contestant], schedule: Timing, on_round: OnRound = nothing
 ) -> dict[str, list[float]]:
     """Return the seconds of each contestant, in the order of the rounds.
 
@@ -115,7 +115,7 @@ def failing(contestants: Mapping[str, Contestant], optional: Collection[str]) ->
 
 
 def alternate(
-    contestants: Mapping[str, Contestant], schedule: Schedule, on_round: OnRound = nothing
+    contestants: Mapping[str, Contestant], schedule: Timing, on_round: OnRound = nothing
 ) -> dict[str, list[float]]:
     """Let each contestant run in turn, A B C A B C ...; the first `warmup` rounds are not kept."""
     seconds: dict[str, list[float]] = {name: [] for name in contestants}

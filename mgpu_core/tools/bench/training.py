@@ -28,7 +28,7 @@ MakeStep = Callable[[nn.Module, SGD], Step]
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainRow:
     """The numbers of one row.
 
     Attributes:
@@ -70,7 +70,7 @@ class Trainee:
     """
 
     def __init__(
-        self, training: Training, make_step: MakeStep, rows: slice = slice(None), sgd: type[SGD] = SGD
+        self, training: TrainRow, make_step: MakeStep, rows: slice = slice(None), sgd: type[SGD] = SGD
     ) -> None:
         self._training, self._rows = training, rows
         network = training.network()

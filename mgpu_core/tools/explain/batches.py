@@ -9,14 +9,14 @@ from mgpu_core.tools.explain.enclosing import Enclosing
 from mgpu_core.tools.explain.phases import covered
 from mgpu_core.tools.explain.steps import Step
 
-__all__ = ["Batch", "Server", "batches_of", "inference_data", "served_times", "servers_of"]
+__all__ = ["BatchRun", "Server", "batches_of", "inference_data", "served_times", "servers_of"]
 
 MOST_DRAWN = 60
 """The batches on the page, the last ones: more of them could not be told apart."""
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class BatchRun:
     """One batch of a :class:`mgpu_core.Predictor`.  Times are in ns of ``time.perf_counter_ns``.
 
     Attributes:
@@ -56,11 +56,11 @@ class Server:
     """
 
     name: str
-    batches: list[Batch]
+    batches: list[BatchRun]
     idle: float
 
 
-def batches_of(step: Step) -> list[Batch]:
+def batches_of(step: Step) -> list[BatchRun]:
     """Return the batches of a step, by the time at which they left the queue."""
     enclosing, numbers, found = Enclosing(step.spans), dict[int, int](), []
     for each in step.served:
@@ -68,11 +68,11 @@ def batches_of(step: Step) -> list[Batch]:
         if span is not None:
             number = numbers.setdefault(each.predictor, len(numbers))
             times = span.host_begin_ns, span.begin_ns, span.end_ns
-            found.append(Batch(number, each.rank, each.devices, each.rows, each.requests, each.waited_ns, *times))
+            found.append(BatchRun(number, each.rank, each.devices, each.rows, each.requests, each.waited_ns, *times))
     return sorted(found, key=lambda each: each.launched_ns)
 
 
-def servers_of(batches: list[Batch]) -> list[Server]:
+def servers_of(batches: list[BatchRun]) -> list[Server]:
     """Return all ranks of the predictors that ran batches, by predictor and rank."""
     found, count = [], 1 + max((batch.predictor for batch in batches), default=-1)
     for predictor in range(count):
@@ -86,7 +86,7 @@ def servers_of(batches: list[Batch]) -> list[Server]:
     return found
 
 
-def served_times(batches: list[Batch]) -> tuple[int, int]:
+def served_times(batches: list[BatchRun]) -> tuple[int, int]:
     """Return when the first request was made, and when the last batch ended, ns."""
     return min(min(each.begin_ns, each.asked_ns) for each in batches), max(each.end_ns for each in batches)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 
 from mgpu_core.tools.explain.phases import SUMS, UPDATE, Phase, covered, phases_of
-from mgpu_core.tools.explain.step_profile import Bucket, StepProfile
+from mgpu_core.tools.explain.step_profile import BucketProfile, StepProfile
 from mgpu_core.tools.explain.steps import Step
 from mgpu_core.trace.events import ALL_RANKS, Collective, Span
 
@@ -116,7 +116,7 @@ def _cut_nbytes(step: Step, name: str) -> int:
     return sum(sum(cut.nbytes) for cut in step.cuts if cut.step == name)
 
 
-def _buckets(step: Step) -> tuple[Bucket, ...]:
+def _buckets(step: Step) -> tuple[BucketProfile, ...]:
     """Return the buckets in the order of their sums, with the time at which the last rank had its gradients."""
     begin, end = _backward_interval(step)
     own = "all_reduce" if step.name == "train_step" else "reduce"
@@ -125,7 +125,7 @@ def _buckets(step: Step) -> tuple[Bucket, ...]:
         around = step.bucket_span(call)
         if around is not None and around.step == own and call.operation == "reduce" and max(call.nbytes):
             ready = _fraction(_ready_ns(step, around.bucket, call), begin, end)
-            found.append(Bucket(max(call.nbytes), ready))
+            found.append(BucketProfile(max(call.nbytes), ready))
     return tuple(found)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import TypeVar
 
-__all__ = ["Bucket", "StepProfile"]
+__all__ = ["BucketProfile", "StepProfile"]
 
 FORMAT = "mgpu_core step 1"
 _MOST = 2**63
@@ -18,7 +18,7 @@ _MOST = 2**63
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
+class BucketProfile:
     """Gradients that are all-reduced together.
 
     Attributes:
@@ -66,7 +66,7 @@ class StepProfile:
     update_seconds: float
     scatter_nbytes: int
     gather_nbytes: int
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[BucketProfile, ...]
     host_overhead_seconds: float = 0.0
     broadcast_nbytes: int = 0
     host_forward_seconds: float = 0.0
@@ -110,11 +110,11 @@ class StepProfile:
         buckets = content.get("buckets")
         if not isinstance(buckets, list):
             raise ValueError("buckets must be a list of objects with nbytes and ready_fraction")
-        content["buckets"] = tuple(_built(Bucket, each, "a bucket") for each in buckets)
+        content["buckets"] = tuple(_built(BucketProfile, each, "a bucket") for each in buckets)
         return _built(cls, content, "the step")
 
 
-_Made = TypeVar("_Made", Bucket, StepProfile)
+_Made = TypeVar("_Made", BucketProfile, StepProfile)
 
 
 def _built(kind: type[_Made], content: object, what: str) -> _Made:

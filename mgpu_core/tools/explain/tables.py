@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 
 from mgpu_core.support.tables import Lines, Table, human_nbytes, human_seconds
-from mgpu_core.tools.explain.batches import Batch, batches_of, served_times, servers_of
+from mgpu_core.tools.explain.batches import BatchRun, batches_of, served_times, servers_of
 from mgpu_core.tools.explain.phases import Phase, outside, phases_of
 from mgpu_core.tools.explain.scene import plural
 from mgpu_core.tools.explain.steps import Step
@@ -85,12 +85,12 @@ def pipeline_lines(run: Timeline) -> list[str]:
     ]
 
 
-def inference_table(batches: list[Batch]) -> Lines:
+def inference_table(batches: list[BatchRun]) -> Lines:
     """Return a line per rank of a predictor: batches, the wait of the oldest request of each, idle share."""
     return ["", Table(inference_rows(batches)), INFERENCE_LEGEND] if batches else []
 
 
-def inference_rows(batches: list[Batch]) -> list[list[str]]:
+def inference_rows(batches: list[BatchRun]) -> list[list[str]]:
     """Return the cells of :func:`inference_table`, with a header."""
     rows = [["inference", "batches", "requests", "rows", "rows a batch", "time", "oldest waited", "at most", "idle"]]
     for server in servers_of(batches):

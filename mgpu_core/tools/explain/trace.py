@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mgpu_core.support.html import html_frame, html_table, html_text
 from mgpu_core.support.tables import Lines, human_seconds, text_of
-from mgpu_core.tools.explain.batches import Batch, batches_of
+from mgpu_core.tools.explain.batches import BatchRun, batches_of
 from mgpu_core.tools.explain.environ import environment
 from mgpu_core.tools.explain.page import page_of, write_page
 from mgpu_core.tools.explain.perfetto import write_trace
@@ -34,7 +34,7 @@ class Trace(Recorded):
         return len(self.steps)
 
     @property
-    def batches(self) -> list[Batch]:
+    def batches(self) -> list[BatchRun]:
         """The batches of all predictors, by the time at which they left the queue."""
         return [batch for step in self.steps if step.name == BATCHES for batch in batches_of(step)]
 

@@ -12,7 +12,7 @@ from mgpu_core.tools.advise.benchmark import stopwatch
 from mgpu_core.tools.advise.measure import advised
 from mgpu_core.tools.advise.plan import plan_of
 from mgpu_core.tools.advise.result import Advice
-from mgpu_core.tools.advise.watching import Seen
+from mgpu_core.tools.advise.watching import Watched
 from mgpu_core.trees.nested import tensors_in
 
 __all__ = ["advise_training"]
@@ -38,7 +38,7 @@ class _MeanOfOutputs(Module):
         return torch.cat([each.float().flatten() for each in tensors_in(outputs) if each.is_floating_point()]).mean()
 
 
-def advise_training(seen: Seen) -> Advice:
+def advise_training(seen: Watched) -> Advice:
     """Measure one device against many on a net that was seen in training; its loss counts nothing.
 
     Raises:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import mgpu_core
-from mgpu_core.tools.advise.from_trace import Seen
+from mgpu_core.tools.advise.from_trace import Traced
 from mgpu_core.tools.advise.host_share import HostShare
 from mgpu_core.tools.advise.measure import advised
 from mgpu_core.tools.advise.picture import figure_of
@@ -79,7 +79,7 @@ def test_the_numbers(advice):
 
 def test_the_recommendation_knows_the_reason(monkeypatch):
     slow = StepShares(1.0, 0.3, 0.0, 0.6, 0.1, 0.0, 0.0)
-    seen = Seen(slow, ())
+    seen = Traced(slow, ())
     monkeypatch.setattr("mgpu_core.tools.advise.measure.record_steps", lambda *_: seen)
     found = advised(plan(), by_hand)
     assert found.reason.name == "update"

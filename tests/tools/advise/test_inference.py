@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import mgpu_core
-from mgpu_core.tools.advise.inference import InferenceAdvice, Load, Way, advise_inference, asked_for, ways_of
+from mgpu_core.tools.advise.inference import InferenceAdvice, Load, ServingWay, advise_inference, asked_for, ways_of
 from mgpu_core.tools.advise.watching import watching
 from mgpu_core.tools.cli import main
 
@@ -91,7 +91,7 @@ def test_nothing_is_left_behind():
 
 def test_the_ways_that_are_measured():
     ways = ways_of(2, 64, 16)
-    assert ways[0] == Way(0)
+    assert ways[0] == ServingWay(0)
     settings = [(way.ranks, way.max_batch, way.max_wait_ms) for way in ways[1:]]
     assert settings == [(ranks, size, wait) for ranks in (1, 2) for size in (8, 16, 64) for wait in (0.0, 2.0)]
     assert {way.ranks for way in ways_of(6, 1, 4)} == {0, 1, 2, 4, 6}
@@ -110,7 +110,7 @@ def test_each_caller_asks_at_least_three_times():
 
 def advice(*rates, own=None, rows=64):
     """The bare net, then Predictors of 1 and 2 ranks."""
-    ways = [Way(0), Way(1, 16, 2.0), Way(2, 8, 0.0)]
+    ways = [ServingWay(0), ServingWay(1, 16, 2.0), ServingWay(2, 8, 0.0)]
     for way, one, whole in zip(ways, rates, own or rates, strict=True):
         way.one_row = Load(one, 1e-3, 2e-3)
         way.own = Load(whole, 3e-3, 4e-3) if rows > 1 else None

@@ -16,7 +16,7 @@ from mgpu_core.tools.advise.host_share import HostShare, measured_share
 from mgpu_core.tools.advise.loading import loader_seconds, rows_of
 from mgpu_core.tools.advise.memory import count_memory
 from mgpu_core.tools.advise.plan import plan_of
-from mgpu_core.tools.advise.strategies import CAPTURED, DROP_IN, ENGINE, ONE, Engine, Loop, first_line, makers
+from mgpu_core.tools.advise.strategies import CAPTURED, DROP_IN, ENGINE, ONE, Loop, StepEngine, first_line, makers
 
 F4 = 4  # bytes of a float
 
@@ -231,7 +231,7 @@ def test_a_capture_that_does_not_happen_is_a_failure(monkeypatch):
 
 
 def test_replays_are_what_captured_means():
-    with closing(Engine(planned(), capture=True)) as way:
+    with closing(StepEngine(planned(), capture=True)) as way:
         assert way.warm_up == 5
         with pytest.raises(Error, match="not captured: it is one of the first"):
             way.check()

@@ -5,9 +5,11 @@ import json
 
 import pytest
 
-from mgpu_core.tools.explain.step_profile import Bucket, StepProfile
+from mgpu_core.tools.explain.step_profile import BucketProfile, StepProfile
 
-STEP = StepProfile("net", 2, 64, 0.25, 0.5, 0.125, 1000, 0, (Bucket(400, 0.5), Bucket(600, 1.0)), 0.0625, 5000, 0.25)
+STEP = StepProfile(
+    "net", 2, 64, 0.25, 0.5, 0.125, 1000, 0, (BucketProfile(400, 0.5), BucketProfile(600, 1.0)), 0.0625, 5000, 0.25
+)
 
 
 def test_there_and_back():

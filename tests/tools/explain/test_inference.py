@@ -13,7 +13,7 @@ from torch import nn
 
 from mgpu_core import Pipeline, Predictor, TrainStep, explain, optim
 from mgpu_core.tools.explain import batches
-from mgpu_core.tools.explain.batches import Batch, batches_of, inference_data, servers_of
+from mgpu_core.tools.explain.batches import BatchRun, batches_of, inference_data, servers_of
 from mgpu_core.tools.explain.page import page_data
 from mgpu_core.tools.explain.perfetto import trace_of
 from mgpu_core.tools.explain.steps import Recorded, Step
@@ -125,9 +125,9 @@ def by_hand():
 
 def test_times_are_those_of_the_span_around():
     assert batches_of(by_hand()) == [
-        Batch(0, 0, ("cpu", "cpu"), 4, 2, 500, 1_000, 1_000, 11_000),
-        Batch(0, 1, ("cpu", "cpu"), 4, 2, 3_000, 41_000, 41_000, 91_000),
-        Batch(0, 0, ("cpu", "cpu"), 1, 1, 40_000, 91_000, 91_000, 101_000),
+        BatchRun(0, 0, ("cpu", "cpu"), 4, 2, 500, 1_000, 1_000, 11_000),
+        BatchRun(0, 1, ("cpu", "cpu"), 4, 2, 3_000, 41_000, 41_000, 91_000),
+        BatchRun(0, 0, ("cpu", "cpu"), 1, 1, 40_000, 91_000, 91_000, 101_000),
     ]
     cut_off = Step(0, "inference", [served(0, 5, 1)])  # the recording began inside of it
     assert batches_of(cut_off) == []

@@ -6,14 +6,14 @@ import pytest
 
 from mgpu_core.tools.cli import main
 from mgpu_core.tools.explain.predict import exposed_seconds, predict_step
-from mgpu_core.tools.explain.step_profile import Bucket, StepProfile
+from mgpu_core.tools.explain.step_profile import BucketProfile, StepProfile
 from mgpu_core.tools.explain.topology import Link, Topology
 
 UNIT = Link(1.0, 1.0)
 NODE = Topology("unit", UNIT)
 FREE = Link(0.0, 1e30)  # a byte costs nothing beside a second
 # Recorded on 2 ranks: 10 s forward, 20 s backward; 8 bytes are ready in the middle of it, 4 at its end.
-STEP = StepProfile("net", 2, 64, 10.0, 20.0, 3.0, 80, 8, (Bucket(8, 0.5), Bucket(4, 1.0)), 2.0)
+STEP = StepProfile("net", 2, 64, 10.0, 20.0, 3.0, 80, 8, (BucketProfile(8, 0.5), BucketProfile(4, 1.0)), 2.0)
 
 
 def test_buckets_travel_one_after_another_as_they_become_ready():
@@ -84,7 +84,7 @@ def test_a_host_that_is_late_is_the_bottleneck():
     ],
 )
 def test_the_bottleneck_is_the_largest_part(link, bottleneck):
-    step = StepProfile("net", 1, 64, 10.0, 20.0, 3.0, 0, 0, (Bucket(8, 1.0),))
+    step = StepProfile("net", 1, 64, 10.0, 20.0, 3.0, 0, 0, (BucketProfile(8, 1.0),))
     assert predict_step(step, 8, Topology("any", link)).bottleneck == bottleneck
 
 
@@ -111,7 +111,7 @@ def test_the_modules_broadcast_by_hand():
 @pytest.fixture
 def step_file(tmp_path):
     path = tmp_path / "step.json"
-    step = StepProfile("net", 1, 64, 1e-3, 2e-3, 1e-4, 1000, 0, (Bucket(1 << 20, 1.0),), broadcast_nbytes=37_000)
+    step = StepProfile("net", 1, 64, 1e-3, 2e-3, 1e-4, 1000, 0, (BucketProfile(1 << 20, 1.0),), broadcast_nbytes=37_000)
     path.write_text(step.to_json())
     return path
 

@@ -11,7 +11,7 @@ from torch.distributed import ReduceOp
 
 from mgpu_core import comm
 from mgpu_core.tools.bench.case import Label, at_least
-from mgpu_core.tools.bench.collective import Collective, Task, Tensors, around, whole
+from mgpu_core.tools.bench.collective import TeamCase, TeamTask, Tensors, around, whole
 from mgpu_core.tools.bench.collective_case import case_of
 
 OPS = {"sum": ReduceOp.SUM, "avg": ReduceOp.AVG, "prod": ReduceOp.PRODUCT, "min": ReduceOp.MIN, "max": ReduceOp.MAX}
@@ -28,17 +28,17 @@ def fold_into(total: torch.Tensor, other: torch.Tensor, op: str) -> None:
         (torch.minimum if op == "min" else torch.maximum)(total, other, out=total)
 
 
-def finish(total: torch.Tensor, task: Task) -> None:
+def finish(total: torch.Tensor, task: TeamTask) -> None:
     """Make a mean of a sum, integers truncated."""
     if task.op == "avg":
         total.div_(task.ranks, rounding_mode=None if total.is_floating_point() else "trunc")
 
 
-def _devices(task: Task) -> list[str]:
+def _devices(task: TeamTask) -> list[str]:
     return [task.device(rank) for rank in range(task.ranks)]
 
 
-def _at_root(result: torch.Tensor, task: Task) -> Tensors:
+def _at_root(result: torch.Tensor, task: TeamTask) -> Tensors:
     return [result, *[None] * (task.ranks - 1)]
 
 
@@ -51,12 +51,12 @@ def _joined(sends: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor
     return torch.cat([send.to(device) for send in sends])
 
 
-def _all_reduced(task: Task, sends: Sequence[torch.Tensor]) -> Tensors:
+def _all_reduced(task: TeamTask, sends: Sequence[torch.Tensor]) -> Tensors:
     comm.all_reduce(sends, task.op, algorithm=task.algorithm)
     return sends
 
 
-def _all_reduced_in_turn(task: Task, sends: Sequence[torch.Tensor]) -> Tensors:
+def _all_reduced_in_turn(task: TeamTask, sends: Sequence[torch.Tensor]) -> Tensors:
     """Into rank 0's tensor one after the other, then back to all."""
     for send in sends[1:]:
         fold_into(sends[0], send, task.op)
@@ -66,7 +66,7 @@ def _all_reduced_in_turn(task: Task, sends: Sequence[torch.Tensor]) -> Tensors:
     return sends
 
 
-def _reduced_in_turn(task: Task, parts: Sequence[torch.Tensor], device: str | torch.device) -> torch.Tensor:
+def _reduced_in_turn(task: TeamTask, parts: Sequence[torch.Tensor], device: str | torch.device) -> torch.Tensor:
     """Into a copy of the first one, one after the other."""
     total = parts[0].to(device, copy=True)
     for part in parts[1:]:
@@ -75,13 +75,13 @@ def _reduced_in_turn(task: Task, parts: Sequence[torch.Tensor], device: str | to
     return total
 
 
-def _reduced_by_gloo(_task: Task, rank: int, send: torch.Tensor) -> torch.Tensor | None:
+def _reduced_by_gloo(_task: TeamTask, rank: int, send: torch.Tensor) -> torch.Tensor | None:
     """Gloo reduces into rank 0's own tensor, which is less work than a fresh one."""
     distributed.reduce(send, dst=0)
     return send if rank == 0 else None
 
 
-def _gathered_by_gloo(task: Task, rank: int, send: torch.Tensor) -> torch.Tensor | None:
+def _gathered_by_gloo(task: TeamTask, rank: int, send: torch.Tensor) -> torch.Tensor | None:
     result = send.new_empty(task.ranks * task.count) if rank == 0 else None
     distributed.gather(send, None if result is None else list(result.chunk(task.ranks)), dst=0)
     return result
@@ -95,7 +95,7 @@ _BOUNDS = tuple(
 )
 # fmt: off
 _ROWS = (
-    Collective(
+    TeamCase(
         name="all_reduce", summary="mgpu_core.comm.all_reduce in place, one tensor per rank",
         position="in", split=False, bus_factor=around, ops=(*OPS,),
         algorithms=("auto", "naive", "direct", "ring", "tree", "nccl"),
@@ -104,7 +104,7 @@ _ROWS = (
         gloo=lambda task, _rank, send: _into(send, lambda out: distributed.all_reduce(out, OPS[task.op])),
         bounds=_BOUNDS, repeats=40,  # gloo's time moves by 5 percent from round to round
     ),
-    Collective(
+    TeamCase(
         name="broadcast", summary="mgpu_core.comm.broadcast of rank 0's tensor", split=False, bus_factor=whole,
         sends=lambda values, rank: values.of(0, chunks=1 if rank == 0 else 0),
         wanted=lambda values, _rank: values.of(0),
@@ -113,14 +113,14 @@ _ROWS = (
         gloo=lambda task, rank, send: _into(
             send if rank == 0 else send.new_empty(task.count), lambda out: distributed.broadcast(out, src=0)),
     ),
-    Collective(
+    TeamCase(
         name="reduce", summary="mgpu_core.comm.reduce_add to rank 0", split=False, bus_factor=whole,
         wanted=lambda values, rank: values.folded() if rank == 0 else None,
         ours=lambda task, sends: _at_root(comm.reduce_add(sends), task),
         loop=lambda task, sends: _at_root(_reduced_in_turn(task, sends, sends[0].device), task),
         gloo=_reduced_by_gloo,
     ),
-    Collective(
+    TeamCase(
         name="all_gather", summary="mgpu_core.comm.all_gather, one tensor per rank",
         wanted=lambda values, _rank: values.joined(),
         ours=lambda _task, sends: comm.all_gather(sends),
@@ -128,7 +128,7 @@ _ROWS = (
         gloo=lambda task, _rank, send: _into(
             send.new_empty(task.ranks * task.count), lambda out: distributed.all_gather_into_tensor(out, send)),
     ),
-    Collective(
+    TeamCase(
         name="reduce_scatter", summary="mgpu_core.comm.reduce_scatter, one chunk per rank", ops=(*OPS,),
         sends=lambda values, rank: values.of(rank, chunks=values.task.ranks),
         wanted=lambda values, rank: values.folded(rank),
@@ -139,7 +139,7 @@ _ROWS = (
         gloo=lambda task, _rank, send: _into(
             send.new_empty(task.count), lambda out: distributed.reduce_scatter_tensor(out, send, OPS[task.op])),
     ),
-    Collective(
+    TeamCase(
         name="scatter", summary="mgpu_core.comm.scatter of rank 0's tensor",
         sends=lambda values, rank: values.of(0, chunks=values.task.ranks if rank == 0 else 0),
         wanted=lambda values, rank: values.of(0, chunk=rank),
@@ -150,7 +150,7 @@ _ROWS = (
             send.new_empty(task.count),
             lambda out: distributed.scatter(out, list(send.chunk(task.ranks)) if rank == 0 else None, src=0)),
     ),
-    Collective(
+    TeamCase(
         name="gather", summary="mgpu_core.comm.gather to rank 0",
         wanted=lambda values, rank: values.joined() if rank == 0 else None,
         ours=lambda task, sends: _at_root(comm.gather(sends), task),

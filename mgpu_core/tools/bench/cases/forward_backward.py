@@ -16,9 +16,9 @@ from torch import nn
 from torch.nn import functional
 
 from mgpu_core import DataParallel
-from mgpu_core.tools.bench.case import Case, Contest, Label, Plan, UsageError, at_most, chosen
+from mgpu_core.tools.bench.case import Case, Contest, Label, RowPlan, UsageError, at_most, chosen
 from mgpu_core.tools.bench.options import add_ranks, names_among, parse_count
-from mgpu_core.tools.bench.timing import OURS, Contestant, Schedule, nothing, timed
+from mgpu_core.tools.bench.timing import OURS, Contestant, Timing, nothing, timed
 from mgpu_core.tools.mnist.model import CLASSES, build_model
 
 BATCH = {"simplenet": 64, "cnn": 256}
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
 
 
-def plan(options: argparse.Namespace) -> Plan:
+def plan(options: argparse.Namespace) -> RowPlan:
     """Return a row per model and number of ranks. `UsageError` for GPUs that are not there."""
     if options.device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: torch sees no GPU here")
@@ -54,11 +54,11 @@ def plan(options: argparse.Namespace) -> Plan:
         }
         for model, ranks in itertools.product(options.model, options.ranks)
     ]
-    return Plan(rows, (_contest(row, options) for row in rows))
+    return RowPlan(rows, (_contest(row, options) for row in rows))
 
 
 @dataclass(frozen=True)
-class Task:
+class NetTask:
     """The work of one turn, the same for every contestant: steps of a model on a batch."""
 
     model: str
@@ -82,11 +82,11 @@ def _contest(row: dict[str, Label], options: argparse.Namespace) -> Contest:
     model, ranks, batch = str(row["model"]), int(row["ranks"]), int(row["batch"])
     images = torch.randn(batch, 1, 28, 28, device=options.device)
     labels = torch.randint(CLASSES, (batch,), device=options.device)
-    task = Task(model, options.device, images, labels)
+    task = NetTask(model, options.device, images, labels)
     modules = _modules(model, options.device, ranks, options.peers)
     wanted = task.gradients(modules["bare"])
     sides = {who: _contestant(task, module, wanted) for who, module in modules.items()}
-    return Contest(row, chosen(sides, options.peers), Schedule(options.repeats, warmup=2))
+    return Contest(row, chosen(sides, options.peers), Timing(options.repeats, warmup=2))
 
 
 def _modules(model: str, device: str, ranks: int, peers: list[str]) -> Mapping[str, nn.Module]:
@@ -102,7 +102,7 @@ def _modules(model: str, device: str, ranks: int, peers: list[str]) -> Mapping[s
     return modules
 
 
-def _contestant(task: Task, module: nn.Module, wanted: list[torch.Tensor]) -> Contestant:
+def _contestant(task: NetTask, module: nn.Module, wanted: list[torch.Tensor]) -> Contestant:
     def wrong() -> int:
         pairs = zip(task.gradients(module), wanted, strict=True)
         return sum(int((~torch.isclose(got, want, rtol=1e-3, atol=1e-5)).sum()) for got, want in pairs)

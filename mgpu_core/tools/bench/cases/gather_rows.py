@@ -13,10 +13,10 @@ import torch
 from torch.utils.data import default_collate
 
 from mgpu_core.kernels import gather_rows
-from mgpu_core.tools.bench.case import Case, Contest, Label, Plan, chosen
+from mgpu_core.tools.bench.case import Case, Contest, Label, RowPlan, chosen
 from mgpu_core.tools.bench.digits import SCALE, SHIFT, random_digits, torchvision_digits
 from mgpu_core.tools.bench.options import parse_count, parse_counts
-from mgpu_core.tools.bench.timing import OURS, CacheFlush, Contestant, Schedule, timed
+from mgpu_core.tools.bench.timing import OURS, CacheFlush, Contestant, Timing, timed
 from mgpu_core.tools.mnist import Digits
 
 PIXELS = 28 * 28
@@ -34,14 +34,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--images", type=parse_count, default=60000, metavar="N", help="rows in all (default: %(default)s)")
 
 
-def plan(options: argparse.Namespace) -> Plan:
+def plan(options: argparse.Namespace) -> RowPlan:
     """Return a row per batch."""
     rows: list[dict[str, Label]] = [{"images": options.images, "batch": batch} for batch in options.batches]
-    return Plan(rows, _contests(rows, options))
+    return RowPlan(rows, _contests(rows, options))
 
 
 def _contests(rows: Sequence[dict[str, Label]], options: argparse.Namespace) -> Generator[Contest]:
-    schedule = Schedule(options.repeats, warmup=3, flush=CacheFlush())
+    schedule = Timing(options.repeats, warmup=3, flush=CacheFlush())
     with tempfile.TemporaryDirectory(prefix="mgpu-digits-") as folder:
         cuts = _cuts(random_digits(options.images), Path(folder), options)
         for row in rows:

@@ -24,9 +24,9 @@ import torch
 from torch import nn
 
 from mgpu_core import DataParallel, Predictor
-from mgpu_core.tools.bench.case import Case, Contest, Plan, at_least, at_most
+from mgpu_core.tools.bench.case import Case, Contest, RowPlan, at_least, at_most
 from mgpu_core.tools.bench.options import parse_count
-from mgpu_core.tools.bench.timing import OURS, Contestant, Schedule, timed
+from mgpu_core.tools.bench.timing import OURS, Contestant, Timing, timed
 from mgpu_core.tools.mnist.model import build_model
 
 RANKS, THREADS, OUTSTANDING, ROWS = 2, 16, 256, 64
@@ -44,11 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def plan(options: argparse.Namespace) -> Plan:
+def plan(options: argparse.Namespace) -> RowPlan:
     """All kinds of requests."""
     kinds = {"one_row": ("mlp", "simplenet"), "outstanding": ("mlp",), "map": ("cnn",), "call": ("resnet18",)}
     rows = [{"what": what, "net": net} for what, nets in kinds.items() for net in nets]
-    return Plan(rows, _contests(rows, options))
+    return RowPlan(rows, _contests(rows, options))
 
 
 def _contests(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> Generator[Contest]:
@@ -64,7 +64,7 @@ def _contests(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> Ge
                 for name, work in sides.items()
                 if name in (OURS, *options.peers)
             }
-            yield Contest(row, contestants, Schedule(options.repeats, 1))
+            yield Contest(row, contestants, Timing(options.repeats, 1))
 
 
 def _counter(work: Callable[[], Answers], wanted: Sequence[torch.Tensor]) -> Callable[[], int]:

@@ -15,9 +15,9 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from mgpu_core import DeviceLoader, TensorLoader, TrainStep, optim
-from mgpu_core.tools.bench.case import Case, Contest, Label, Plan, UsageError, at_least, at_most, chosen
+from mgpu_core.tools.bench.case import Case, Contest, Label, RowPlan, UsageError, at_least, at_most, chosen
 from mgpu_core.tools.bench.options import parse_count
-from mgpu_core.tools.bench.timing import OURS, Contestant, Schedule
+from mgpu_core.tools.bench.timing import OURS, Contestant, Timing
 from mgpu_core.tools.mnist.model import CLASSES, build_model
 
 BATCH = 256
@@ -33,13 +33,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
 
 
-def plan(options: argparse.Namespace) -> Plan:
+def plan(options: argparse.Namespace) -> RowPlan:
     """Return a row per kind of data."""
     if options.device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: torch sees no GPU here")
     same: dict[str, Label] = {"device": options.device, "ranks": RANKS, "batch": BATCH, "images": options.images}
     rows: list[dict[str, Label]] = [{"data": name, **same} for name in ("dataloader", "memory")]
-    return Plan(rows, _contests(rows, options))
+    return RowPlan(rows, _contests(rows, options))
 
 
 def _contests(rows: Sequence[dict[str, Label]], options: argparse.Namespace) -> Generator[Contest]:
@@ -65,7 +65,7 @@ def _contests(rows: Sequence[dict[str, Label]], options: argparse.Namespace) -> 
                 OURS: _contestant(ours, step, floats, labels),
                 "plain": _contestant(theirs, step, floats, labels),
             }
-            yield Contest(row, chosen(sides, options.peers), Schedule(options.repeats, warmup=1))
+            yield Contest(row, chosen(sides, options.peers), Timing(options.repeats, warmup=1))
 
 
 class _Bytes(TensorDataset):

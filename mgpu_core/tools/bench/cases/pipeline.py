@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 from mgpu_core import Pipeline, TrainStep, explain, place
-from mgpu_core.tools.bench.case import Case, Contest, Plan, at_most
+from mgpu_core.tools.bench.case import Case, Contest, RowPlan, at_most
 from mgpu_core.tools.bench.gloo import GlooTeam
 from mgpu_core.tools.bench.options import parse_count
-from mgpu_core.tools.bench.timing import OURS, Contestant, Schedule, timed
+from mgpu_core.tools.bench.timing import OURS, Contestant, Timing, timed
 from mgpu_core.tools.bench.transformer import LR, OwnNetwork, OwnStage, PipelineTask, loss_fn, wrong_values
 from mgpu_core.tools.explain.timeline import Timeline, timelines_of
 
@@ -45,17 +45,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def plan(options: argparse.Namespace) -> Plan:
+def plan(options: argparse.Namespace) -> RowPlan:
     """Return the step, and the time in which its stages wait."""
     same = {"stages": STAGES, "layers": options.layers, "batch": options.batch, "chunks": options.chunks}
     kinds = ["step", "idle", *["two threads"] * ("in_turn" in options.peers)]
     rows: list[dict[str, Any]] = [{"what": what} | same for what in kinds]
-    return Plan(rows, _contests(rows, options))
+    return RowPlan(rows, _contests(rows, options))
 
 
 def _contests(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> Generator[Contest]:
     task = PipelineTask(options.layers, options.batch, options.chunks, options.cut or options.layers // 2 + 1)
-    schedule = Schedule(options.repeats, 2)
+    schedule = Timing(options.repeats, 2)
     with contextlib.ExitStack() as stack:
         yield Contest(rows[0], _contestants(task, options.peers, stack), schedule)
     with contextlib.ExitStack() as stack:

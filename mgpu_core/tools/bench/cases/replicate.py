@@ -15,9 +15,9 @@ from unittest import mock
 import torch
 from torch import nn
 
-from mgpu_core.tools.bench.case import Case, Contest, Label, Plan, at_most, chosen
+from mgpu_core.tools.bench.case import Case, Contest, Label, RowPlan, at_most, chosen
 from mgpu_core.tools.bench.options import add_ranks, names_among
-from mgpu_core.tools.bench.timing import OURS, Contestant, Schedule, timed
+from mgpu_core.tools.bench.timing import OURS, Contestant, Timing, timed
 from mgpu_core.tools.mnist.model import build_model
 
 MODELS = ("cnn", "resnet50", "vit_b_16")
@@ -33,19 +33,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def plan(options: argparse.Namespace) -> Plan:
+def plan(options: argparse.Namespace) -> RowPlan:
     """Return a row per model and number of ranks."""
     rows: list[dict[str, Label]] = [
         {"model": model, "ranks": ranks} for model in options.models for ranks in options.ranks
     ]
-    return Plan(rows, (_contest(row, options) for row in rows))
+    return RowPlan(rows, (_contest(row, options) for row in rows))
 
 
 def _contest(row: dict[str, Label], options: argparse.Namespace) -> Contest:
     network, image = build(str(row["model"]))
     ranks = int(row["ranks"])
     sides = {OURS: _ours(network, image, ranks), "torch": _torch(network, image, ranks)}
-    return Contest(row, chosen(sides, options.peers), Schedule(options.repeats, warmup=3))
+    return Contest(row, chosen(sides, options.peers), Timing(options.repeats, warmup=3))
 
 
 def build(name: str) -> tuple[nn.Module, torch.Tensor]:

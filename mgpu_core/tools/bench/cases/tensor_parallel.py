@@ -12,11 +12,11 @@ from functools import partial
 from typing import Any
 
 from mgpu_core import TensorParallel
-from mgpu_core.tools.bench.case import Case, Contest, Plan, at_most
+from mgpu_core.tools.bench.case import Case, Contest, RowPlan, at_most
 from mgpu_core.tools.bench.gloo import GlooTeam
 from mgpu_core.tools.bench.llama import LlamaTask, OwnPart, saved
 from mgpu_core.tools.bench.options import parse_count
-from mgpu_core.tools.bench.timing import OURS, Contestant, Schedule, timed
+from mgpu_core.tools.bench.timing import OURS, Contestant, Timing, timed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,11 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
 
 
-def plan(options: argparse.Namespace) -> Plan:
+def plan(options: argparse.Namespace) -> RowPlan:
     """Return a row of a step, and one of new tokens."""
     same = {name: getattr(options, name) for name in ("ranks", "layers", "width", "batch")}
     rows = [{"what": what} | same for what in ("step", "generate")]
-    return Plan(rows, _contests(rows, options))
+    return RowPlan(rows, _contests(rows, options))
 
 
 def _contests(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> Generator[Contest]:
@@ -44,7 +44,7 @@ def _contests(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> Ge
         task = LlamaTask(options.layers, options.width, options.batch, row["what"])
         with contextlib.ExitStack() as stack:
             sides = _contestants(task, options.ranks, options.peers, stack)
-            yield Contest(row, sides, Schedule(options.repeats, 2))
+            yield Contest(row, sides, Timing(options.repeats, 2))
 
 
 def _contestants(

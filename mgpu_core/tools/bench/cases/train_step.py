@@ -18,12 +18,12 @@ from torch.nn import functional
 from torch.optim import SGD
 
 from mgpu_core import TrainStep, optim
-from mgpu_core.tools.bench.case import Case, Contest, Label, Plan, UsageError, at_most, chosen, refuse
+from mgpu_core.tools.bench.case import Case, Contest, Label, RowPlan, UsageError, at_most, chosen, refuse
 from mgpu_core.tools.bench.ddp_worker import DdpRank
 from mgpu_core.tools.bench.gloo import GlooTeam
 from mgpu_core.tools.bench.options import names_among, parse_count, parse_counts
-from mgpu_core.tools.bench.timing import OURS, Contestant, Schedule, nothing, timed
-from mgpu_core.tools.bench.training import MakeStep, Step, Trainee, Training, torch_step
+from mgpu_core.tools.bench.timing import OURS, Contestant, Timing, nothing, timed
+from mgpu_core.tools.bench.training import MakeStep, Step, Trainee, TrainRow, torch_step
 
 BATCH = {"simplenet": 64, "cnn": 256}
 RANKS = {"simplenet": [1, 2], "cnn": [2, 4]}
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
 
 
-def plan(options: argparse.Namespace) -> Plan:
+def plan(options: argparse.Namespace) -> RowPlan:
     """Return a row per model and number of ranks. `UsageError` for settings that no row can have."""
     if options.device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: torch sees no GPU here")
@@ -55,26 +55,26 @@ def plan(options: argparse.Namespace) -> Plan:
     trainings = [training for model in options.model for training in _trainings(model, options)]
     for training in trainings:
         refuse(options, "ddp", _ddp_cannot(training))
-    return Plan(list(map(_labels, trainings)), _contests(trainings, options))
+    return RowPlan(list(map(_labels, trainings)), _contests(trainings, options))
 
 
-def _trainings(model: str, options: argparse.Namespace) -> list[Training]:
+def _trainings(model: str, options: argparse.Namespace) -> list[TrainRow]:
     batch, counts = options.batch or BATCH[model], options.ranks or RANKS[model]
-    return [Training(model, batch, ranks, STEPS[model], options.device) for ranks in counts]
+    return [TrainRow(model, batch, ranks, STEPS[model], options.device) for ranks in counts]
 
 
-def _contests(trainings: Sequence[Training], options: argparse.Namespace) -> Generator[Contest]:
+def _contests(trainings: Sequence[TrainRow], options: argparse.Namespace) -> Generator[Contest]:
     for training in trainings:
         reason = _ddp_cannot(training)
         peers = [peer for peer in options.peers if peer != "ddp" or (training.ranks > 1 and not reason)]
         without = {"ddp": reason} if reason and "ddp" in options.peers else {}
         with contextlib.ExitStack() as stack:
             sides = chosen(_contestants(training, peers, stack), peers)
-            schedule = Schedule(options.repeats, WARMUP[training.model])
+            schedule = Timing(options.repeats, WARMUP[training.model])
             yield Contest(_labels(training), sides, schedule, without=without)
 
 
-def _ddp_cannot(training: Training) -> str:
+def _ddp_cannot(training: TrainRow) -> str:
     """Return why DDP is in no row of this training; empty: it can be."""
     if training.device != "cpu":
         return "it runs over gloo, on the CPU only"
@@ -82,11 +82,11 @@ def _ddp_cannot(training: Training) -> str:
     return f"it needs equal shares, but {training.batch} rows are not for {training.ranks} ranks" if uneven else ""
 
 
-def _labels(training: Training) -> dict[str, Label]:
+def _labels(training: TrainRow) -> dict[str, Label]:
     return {name: getattr(training, name) for name in ("model", "device", "ranks", "batch")}
 
 
-def _contestants(training: Training, peers: Sequence[str], stack: contextlib.ExitStack) -> Mapping[str, Contestant]:
+def _contestants(training: TrainRow, peers: Sequence[str], stack: contextlib.ExitStack) -> Mapping[str, Contestant]:
     """Return the contestants of one row; `stack` ends the threads and processes that they have."""
     salts = itertools.count(1)
     # More ranks than GPUs share them.
@@ -116,12 +116,12 @@ def _contestants(training: Training, peers: Sequence[str], stack: contextlib.Exi
     return sides
 
 
-def _contestant(training: Training, trainee: Trainee, salts: "itertools.count[int]") -> Contestant:
+def _contestant(training: TrainRow, trainee: Trainee, salts: "itertools.count[int]") -> Contestant:
     wait = torch.cuda.synchronize if training.device == "cuda" else nothing
     return Contestant(_per_step(training, timed(trainee.train, wait)), lambda: trainee.wrong(next(salts)))
 
 
-def _per_step(training: Training, run: Callable[[], float]) -> Callable[[], float]:
+def _per_step(training: TrainRow, run: Callable[[], float]) -> Callable[[], float]:
     """From the seconds of a turn to those of a step."""
     return lambda: run() / training.steps
 

@@ -18,7 +18,7 @@ _SHAPES = ((2, 3), (4,), (1, 1), (5, 2))
 _BUCKETS: tuple[list[list[int]], ...] = ([[3, 2], [1, 0]], [[0, 1, 2, 3]], [[3], [2, 1, 0]], [[2], [0], [3], [1]])
 
 
-class _AllReduce:
+class _RingAllReduce:
     """Put the sum of the flat tensors and the extra into all of them; keep the inputs."""
 
     def __init__(self, call: str, ranks: int, extra: float) -> None:
@@ -49,7 +49,7 @@ def exercise_1(answer: Callable[..., Any]) -> None:
 
 def _check_buckets(call: str, answer: Callable[..., Any], ranks: int, buckets: list[list[int]], extra: float) -> None:
     gradients = [[torch.full(shape, 10.0 * i + rank) for i, shape in enumerate(_SHAPES)] for rank in range(ranks)]
-    all_reduce = _AllReduce(call, ranks, extra)
+    all_reduce = _RingAllReduce(call, ranks, extra)
     answer([list(own) for own in gradients], [list(bucket) for bucket in buckets], all_reduce)
     sizes = [torch.Size(shape).numel() for shape in _SHAPES]
     wanted = [sum(sizes[i] for i in bucket) for bucket in buckets]

@@ -1,4 +1,4 @@
-"""Old habits around a step: hooks, graphs, modules and inputs that do more than they seem to."""
+"""Forward and backward where hooks, graphs, modules and inputs do more than they seem to."""
 
 import copy
 import threading

@@ -65,7 +65,7 @@ def _arrived(of_ranks: dict[int, _Backward], _gradients: object) -> None:
 
 @dataclass(slots=True)
 class _Backward:
-    """Of one rank's forward; it may be gone through several times."""
+    """The backward of one rank's forward, which may run several times."""
 
     rank: int
     whole_step: int

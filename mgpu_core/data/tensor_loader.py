@@ -12,7 +12,7 @@ from mgpu_core.kernels import gather_rows
 __all__ = ["TensorLoader", "batches_of"]
 
 CUT_NBYTES = 2 * 1024 * 1024
-"""Of float32 rows that are cut at once: they stay in the processor's cache until they are used."""
+"""The size of the float32 rows that are cut at once: they stay in the processor's cache until they are used."""
 
 
 class TensorLoader:

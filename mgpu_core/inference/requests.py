@@ -212,7 +212,7 @@ def key_of(leaf: Any) -> Hashable:
 
 
 def _loose_key_of(leaf: Any) -> Hashable:
-    """Return the same without the shape of a tensor."""
+    """Return a key of a leaf as :func:`key_of`, but of a tensor its dtype alone."""
     return leaf.dtype if isinstance(leaf, torch.Tensor) else key_of(leaf)
 
 

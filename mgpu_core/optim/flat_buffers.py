@@ -158,7 +158,7 @@ def shaped(flat: torch.Tensor, begin: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def _with_own_storage(view: torch.Tensor) -> torch.Tensor:
-    """Return the same memory with a storage that is no larger, and keeps the whole alive."""
+    """Return a view whose storage ends where the view does, and keeps the memory around it alive."""
     begin = view.storage_offset() * view.itemsize
     storage = view.untyped_storage()[begin : begin + view.nbytes]
     return torch.empty(0, dtype=view.dtype, device=view.device).set_(storage, 0, view.shape, view.stride())

@@ -252,12 +252,12 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
 
     @property
     def nbytes(self) -> int:
-        """The bytes so far."""
+        """The bytes of the tensors that were saved so far."""
         return sum(each.nbytes() for each in self._kept.values())
 
 
 def _identity(tensor: torch.Tensor) -> int:
-    """Return the same for all views of one memory."""
+    """Return a number that all views of one memory have in common."""
     return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else -1
 
 

@@ -118,7 +118,7 @@ class Before:
                     table.setdefault(key, hook)
 
     def put_back(self) -> None:
-        """Go back."""
+        """Give the module the attributes, buffers and random numbers that it had before the call."""
         self.put_attributes_back()
         with torch.no_grad():
             for table, name, buffer, values in self._buffers:

@@ -145,7 +145,7 @@ class RankStream(TorchDispatchMode):
 
 
 class _UncompiledStream(RankStream):
-    """The same beside torch's compiler, which torch keeps from looking into the method."""
+    """A stream for a process that has loaded torch's compiler, which is told not to look into the method."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

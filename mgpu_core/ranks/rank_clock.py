@@ -12,7 +12,7 @@ __all__ = ["RankClock"]
 
 
 class RankClock:
-    """Of one rank's work in one step; started and stopped in its thread, on its current stream.
+    """Times one rank's work in one step; started and stopped in its thread, on its current stream.
 
     Args:
         device: where it computes.

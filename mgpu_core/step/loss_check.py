@@ -161,7 +161,7 @@ def _first_rows(
     share: float,
     dim: int,
 ) -> tuple[list[Any], Any, list[RankLoss], list[int]]:
-    """Return the same of the first rows of each rank: outputs, target, losses and rows."""
+    """Return outputs, target, losses and rows as if each rank had its first rows alone, ``share`` of them."""
     kept = [min(count, max(1, int(count * share))) for count in rows]
     counts = [[count, total - count] for count, total in zip(kept, rows, strict=True)]
     heads = [

@@ -17,7 +17,7 @@ from mgpu_core.trees.containers import is_registered, opened
 __all__ = ["FilledContents", "FilledCopies", "Undo", "exchanged_back", "holds_tensor", "is_fillable", "map_in_place"]
 
 Undo = list[tuple[Any, Any, Any, Any]]
-"""Of each entry that was exchanged: the container, the key, the value before, and the value since."""
+"""A tuple for each entry that was exchanged: the container, the key, the value before, and the value since."""
 
 _DEPTH = 8  # of nests in which containers and tensors are looked for
 _SIMPLE = (bool, int, float, str, type(None))

@@ -48,7 +48,7 @@ def named_parameters_of(module: Module) -> Iterator[tuple[str, Parameter]]:
 
 
 def parameters_of(module: Module) -> list[Parameter]:
-    """Return the same without their names."""
+    """Return all parameters, each once; see :func:`named_parameters_of`."""
     return [parameter for _, parameter in named_parameters_of(module)]
 
 

@@ -205,7 +205,7 @@ class StandIns:
 
     @property
     def modules(self) -> list[Module]:
-        """Return those that stand in."""
+        """Return the modules that stand in for others."""
         return [other for _, other, _ in self._made]
 
     def assigned(self) -> dict[tuple[int, str], Any]:
@@ -320,7 +320,7 @@ class OwnForward:
 
     @property
     def module(self) -> Module:
-        """The module."""
+        """The module whose forward it is."""
         module = self._module()
         assert module is not None, "the module holds this object"
         return module

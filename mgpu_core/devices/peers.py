@@ -166,7 +166,7 @@ def kept_verdicts(devices: Sequence[int]) -> list[PeerVerdict] | None:
 
 
 def _key(devices: Sequence[int]) -> dict[str, object]:
-    """Return the key of kept verdicts, with the boot: an IOMMU or a driver may change and leave all names as they were."""
+    """Return the key of kept verdicts, with the boot: an IOMMU or a driver may change and leave all names alike."""
     return {**machine_key(devices), "devices": list(devices), "boot": _boot()}
 
 

@@ -41,11 +41,11 @@ class Facts:
 
 def notices(facts: Facts) -> list[Notice]:
     """Return all notices, warnings first."""
-    found = visibility_notices(facts.read, facts.nvml.devices, facts.environ.get(ORDER))
+    notices_of_all = visibility_notices(facts.read, facts.nvml.devices, facts.environ.get(ORDER))
     checks = _NVIDIA_CHECKS if facts.torch.hip is None else (_amd,)
-    found += [notice for check in (*_CHECKS, *checks) if (notice := check(facts))]
-    found += [Notice("warning", problem, "nvidia-smi and dmesg say more.") for problem in facts.nvml.problems]
-    return sorted(found, key=lambda notice: notice.level == "hint")
+    notices_of_all += [notice for check in (*_CHECKS, *checks) if (notice := check(facts))]
+    notices_of_all += [Notice("warning", problem, "nvidia-smi and dmesg say more.") for problem in facts.nvml.problems]
+    return sorted(notices_of_all, key=lambda notice: notice.level == "hint")
 
 
 def outlook(facts: Facts) -> str:

@@ -74,9 +74,9 @@ def map_devices(
     """Visible devices in torch's order, then the hidden ones in nvidia-smi's."""
     parts = candidates(physical or ())
     pairs = [(device, _find(device, parts)) for device in seen]
-    found = [part for _, part in pairs if part]
+    matched = [part for _, part in pairs if part]
     visible = [_visible_row(device, part, read) for device, part in pairs]
-    return tuple(visible + [_hidden_row(part) for part in parts if part not in found])
+    return tuple(visible + [_hidden_row(part) for part in parts if part not in matched])
 
 
 def shows(seen: Sequence[TorchDevice], physical: Sequence[PhysicalDevice], read: Visibility) -> bool:
@@ -104,17 +104,17 @@ def _find(device: TorchDevice, parts: Sequence[VisibleDevice]) -> VisibleDevice 
 def _visible_row(device: TorchDevice, part: VisibleDevice | None, read: Visibility) -> DeviceRow:
     entry = read.requested[device.index] if device.index < len(read.requested) else None
     if part is None:
-        own: TorchDevice | PhysicalDevice | MigInstance = device
+        unit: TorchDevice | PhysicalDevice | MigInstance = device
         prefix = "MIG-" if read.kind == "MIG-" else "GPU-"
         number, uuid, address = None, prefix + device.uuid, device.pci_bus_id
     else:
-        own = part.part
-        number, uuid, address = part.physical.index, own.uuid, part.physical.pci_bus_id
-    total = device.memory_total if own.memory_total is None else own.memory_total
-    free = device.memory_free if own.memory_free is None else own.memory_free
-    return DeviceRow(device.index, entry, number, uuid, address, own.name, total, free)
+        unit = part.part
+        number, uuid, address = part.physical.index, unit.uuid, part.physical.pci_bus_id
+    total = device.memory_total if unit.memory_total is None else unit.memory_total
+    free = device.memory_free if unit.memory_free is None else unit.memory_free
+    return DeviceRow(device.index, entry, number, uuid, address, unit.name, total, free)
 
 
 def _hidden_row(part: VisibleDevice) -> DeviceRow:
-    gpu, own = part.physical, part.part
-    return DeviceRow(None, None, gpu.index, own.uuid, gpu.pci_bus_id, own.name, own.memory_total, own.memory_free)
+    gpu, unit = part.physical, part.part
+    return DeviceRow(None, None, gpu.index, unit.uuid, gpu.pci_bus_id, unit.name, unit.memory_total, unit.memory_free)

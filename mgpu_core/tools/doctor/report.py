@@ -170,9 +170,9 @@ def _peers(peers: Sequence[PeerVerdict]) -> Lines:
     if not peers:
         return ["  there is one GPU, or none: nothing to test"]
     devices = sorted({each.device for each in peers})
-    found = {(each.device, each.peer): each for each in peers}
+    by_pair = {(each.device, each.peer): each for each in peers}
     header = ["from", *(f"to {peer}" for peer in devices)]
-    rows = [[str(device), *(_speed(found.get((device, peer))) for peer in devices)] for device in devices]
+    rows = [[str(device), *(_speed(by_pair.get((device, peer))) for peer in devices)] for device in devices]
     return [Table([header, *rows], (), "  ")]
 
 

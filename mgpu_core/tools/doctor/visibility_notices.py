@@ -29,8 +29,8 @@ def visibility_notices(
     read: Visibility, physical: Sequence[PhysicalDevice] | None, device_order: str | None
 ) -> list[Notice]:
     """Return all that `read` and CUDA_DEVICE_ORDER hide from somebody who only looks at nvidia-smi."""
-    found = [_nothing_visible(read), _stopped(read), *_misread(read), _renumbered(read), _one_instance(read)]
-    return [notice for notice in [*found, _order(read, physical or (), device_order)] if notice]
+    candidates = [_nothing_visible(read), _stopped(read), *_misread(read), _renumbered(read), _one_instance(read)]
+    return [notice for notice in [*candidates, _order(read, physical or (), device_order)] if notice]
 
 
 def change_notice(

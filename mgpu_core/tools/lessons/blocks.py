@@ -33,17 +33,17 @@ def blocks_of(text: str) -> list[Block]:
     Raises:
         ValueError: a text block without a python block, or a second one for the same.
     """
-    found: list[Block] = []
+    blocks: list[Block] = []
     for match in _FENCE.finditer(text):
         line = text.count("\n", 0, match.start()) + 2
         if match[1] == "python":
-            found.append(Block(match[2], line, _heading_at(text, match.start()), None))
-        elif not found or found[-1].expected is not None:
+            blocks.append(Block(match[2], line, _heading_at(text, match.start()), None))
+        elif not blocks or blocks[-1].expected is not None:
             raise ValueError(f"line {line}: a text block must follow the python block whose output it is")
         else:
-            last = found.pop()
-            found.append(Block(last.source, last.line, last.heading, match[2]))
-    return found
+            last = blocks.pop()
+            blocks.append(Block(last.source, last.line, last.heading, match[2]))
+    return blocks
 
 
 def _heading_at(text: str, index: int) -> str:

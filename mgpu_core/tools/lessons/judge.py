@@ -38,8 +38,8 @@ class Verdict(NamedTuple):
 def checks_of(lesson: Lesson) -> dict[int, Check]:
     """Return the checks of a lesson's exercises, by their numbers."""
     module = importlib.import_module(lesson.checks)
-    found = {int(name.removeprefix("exercise_")): name for name in vars(module) if name.startswith("exercise_")}
-    return {number: getattr(module, found[number]) for number in sorted(found)}
+    names = {int(name.removeprefix("exercise_")): name for name in vars(module) if name.startswith("exercise_")}
+    return {number: getattr(module, names[number]) for number in sorted(names)}
 
 
 def load(path: Path) -> ModuleType:

@@ -55,8 +55,8 @@ def read_checkpoint(path: Path, settings: dict[str, Any], engine: TrainStep | Lo
     """
     try:
         content = _whole_content(path)
-        made, epochs = content["settings"], [Epoch(**epoch) for epoch in content["epochs"]]
-        others = [name for name, value in settings.items() if made[name] != value]
+        saved, epochs = content["settings"], [Epoch(**epoch) for epoch in content["epochs"]]
+        others = [name for name, value in settings.items() if saved[name] != value]
         if not others:
             engine.load_state_dict(content["state"])
     except OSError:
@@ -66,7 +66,7 @@ def read_checkpoint(path: Path, settings: dict[str, Any], engine: TrainStep | Lo
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise ValueError(f"{path} is damaged, or not a checkpoint of mgpu mnist ({reason})") from error
     if others:
-        words = [", ".join(f"{name} {each[name]}" for name in others) for each in (made, settings)]
+        words = [", ".join(f"{name} {each[name]}" for name in others) for each in (saved, settings)]
         raise ValueError(f"{path}: the checkpoint was made with {words[0]}; this run has {words[1]}")
     return epochs
 

@@ -44,8 +44,8 @@ class Split:
         Args:
             order: int64 (any,), on the device of the images.
         """
-        made = batches_of((self.images, self.labels), order, batch, 1 / (255 * STD), -MEAN / STD)
-        return ((images, labels) for images, labels in made)
+        loader = batches_of((self.images, self.labels), order, batch, 1 / (255 * STD), -MEAN / STD)
+        return ((images, labels) for images, labels in loader)
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,10 @@ class Digits:
 
     def digest(self) -> str:
         """Return the SHA-256 (hex) of all pixels and labels."""
-        found = hashlib.sha256()
-        for each in (self.train.images, self.train.labels, self.test.images, self.test.labels):
-            found.update(memory_view(each.cpu()))
-        return found.hexdigest()
+        digest = hashlib.sha256()
+        for tensor in (self.train.images, self.train.labels, self.test.images, self.test.labels):
+            digest.update(memory_view(tensor.cpu()))
+        return digest.hexdigest()
 
 
 def load(source: str = "builtin") -> Digits:

@@ -48,7 +48,7 @@ def advise_training(seen: Watched) -> Advice:
     given: dict[str, Any] = {name: each for name, each in kwargs.items() if each is not None}
     net = _MeanOfOutputs(seen.bare_net.train(), tuple(given), seen.dim)
     values = [
-        each.movedim(seen.dim, 0) if isinstance(each, torch.Tensor) else each for each in (*args, *given.values())
+        value.movedim(seen.dim, 0) if isinstance(value, torch.Tensor) else value for value in (*args, *given.values())
     ]
     for place, value in zip([*range(len(args)), *given], values, strict=True):
         if not isinstance(value, torch.Tensor) or not value.dim():

@@ -89,16 +89,16 @@ class AutoWrap:
 
     def _prepare(self, optimizer: Optimizer) -> None:
         wanted = {id(each) for group in optimizer.param_groups for each in group["params"]}
-        found = [each for each in _modules() if wanted <= {id(parameter) for parameter in each.parameters()}]
-        if not found:
+        holders = [each for each in _modules() if wanted <= {id(parameter) for parameter in each.parameters()}]
+        if not holders:
             self._report("the parameters of the first optimizer, which are of no single module")
-        for each in found:
+        for module in holders:
             try:
-                object.__setattr__(each, "__class__", _routed(type(each), self))
+                object.__setattr__(module, "__class__", _routed(type(module), self))
             except TypeError as error:
-                self._report(f"{type(each).__name__}: {error}")
+                self._report(f"{type(module).__name__}: {error}")
             else:
-                self._candidates.append(each)
+                self._candidates.append(module)
 
     def call(self, module: Module, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a candidate or a replica of it: the candidate that is called first is the net, a traced call aside."""
@@ -133,8 +133,8 @@ class AutoWrap:
         """Warn if the ranks give other outputs than the plain net: on copies of the net, in eval mode."""
         try:
             copied = copy_module(net)
-            for each in copied.modules():
-                each.training = False
+            for module in copied.modules():
+                module.training = False
             with not_counted():
                 calls = (copied, DataParallel(copied, dim=self._dim))
             with torch.no_grad(), random_numbers_kept(map(_device_of, net.parameters())), warnings.catch_warnings():
@@ -146,19 +146,19 @@ class AutoWrap:
                     f"{name} returns a number, and over ranks one for each: backward() needs its .mean(), which is one "
                     "device's where all ranks have as many rows and labels"
                 )
-            found = difference(over_ranks, plain, half=any_in_half(net.parameters()))
+            different = difference(over_ranks, plain, half=any_in_half(net.parameters()))
         except Exception:  # the script's own call says what is wrong
             return
-        if found is not None:
+        if different is not None:
             warn_user(
-                f"{type(net).__name__} over ranks gives other outputs than the plain net: {found}. Rows were cut along "
-                f"dimension {self._dim}: pass the dimension that they have (`mgpu run --dim N`), and return rows, not "
-                "one number, from the forward"
+                f"{type(net).__name__} over ranks gives other outputs than the plain net: {different}. Rows were "
+                f"cut along dimension {self._dim}: pass the dimension that they have (`mgpu run --dim N`), and return "
+                "rows, not one number, from the forward"
             )
 
     def _restore(self, modules: list[Module]) -> None:
-        for each in modules:
-            object.__setattr__(each, "__class__", type(each).__base__)
+        for module in modules:
+            object.__setattr__(module, "__class__", type(module).__base__)
 
 
 _device_of = attrgetter("device")
@@ -181,11 +181,11 @@ def _routed(kind: type[Module], router: AutoWrap) -> type[Module]:
         routed = type(self)
         object.__setattr__(self, "__class__", kind)
         try:
-            made = self.__reduce_ex__(protocol)
+            reduced = self.__reduce_ex__(protocol)
         finally:
             object.__setattr__(self, "__class__", routed)
         # pickle compares the class given to __newobj__ with that of the object
-        return (object.__new__, *made[1:]) if made[0] is copyreg.__newobj__ else made  # type: ignore[attr-defined]
+        return (object.__new__, *reduced[1:]) if reduced[0] is copyreg.__newobj__ else reduced  # type: ignore[attr-defined]
 
     names = {"__call__": __call__, "forward": forward, "__reduce_ex__": __reduce_ex__, "__module__": kind.__module__}
     return type(kind.__name__, (kind,), {**names, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__})

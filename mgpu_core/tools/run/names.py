@@ -182,15 +182,15 @@ def _called(function: Any, counts: Counter[str]) -> Any:
 
 @contextmanager
 def _attribute(holder: Any, name: str, value: Any) -> Iterator[None]:
-    own = vars(holder).get(name)  # a class may inherit it
+    before = vars(holder).get(name)  # a class may inherit it
     setattr(holder, name, value)
     try:
         yield
     finally:
-        if own is None:
+        if before is None:
             delattr(holder, name)
         else:
-            setattr(holder, name, own)
+            setattr(holder, name, before)
 
 
 @contextmanager

@@ -65,8 +65,8 @@ def _check_loss(answer: Callable[..., Any], logits: torch.Tensor, labels: torch.
     _expect_near(call, got, wanted)
     _check_graph(call, got)
     (gradient,) = torch.autograd.grad(wanted, logits)
-    (found,) = torch.autograd.grad(got, logits)
-    _expect_near(f"{call}, the gradient of the logits", found, gradient)
+    (of_logits,) = torch.autograd.grad(got, logits)
+    _expect_near(f"{call}, the gradient of the logits", of_logits, gradient)
 
 
 def _check_graph(call: str, got: torch.Tensor) -> None:

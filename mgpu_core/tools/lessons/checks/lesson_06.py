@@ -59,9 +59,9 @@ def _check_buckets(call: str, answer: Callable[..., Any], ranks: int, buckets: l
         for rank, flat in enumerate(flats):
             held = sorted(10.0 * i + rank for i in bucket for _ in range(sizes[i]))
             expect(f"{call}, what all_reduce gets from rank {rank} for the bucket {bucket}, sorted", sorted(flat), held)
-    for rank, own in enumerate(gradients):
+    for rank, of_rank in enumerate(gradients):
         sums = [torch.full(shape, 10.0 * i * ranks + sum(range(ranks)) + extra) for i, shape in enumerate(_SHAPES)]
-        expect(f"{call}, the gradients of rank {rank}", own, sums)
+        expect(f"{call}, the gradients of rank {rank}", of_rank, sums)
 
 
 @asks_for("complete_buckets")
@@ -80,13 +80,13 @@ def exercise_2(answer: Callable[..., Any]) -> None:
 
 def _complete(events: Sequence[tuple[int, int]], bucket_of: dict[int, int], ranks: int) -> list[int]:
     seen: Counter[int] = Counter()
-    found = []
+    completed = []
     wanted = Counter(bucket_of.values())
     for _, parameter in events:
         seen[bucket_of[parameter]] += 1
         if seen[bucket_of[parameter]] == ranks * wanted[bucket_of[parameter]]:
-            found.append(bucket_of[parameter])
-    return found
+            completed.append(bucket_of[parameter])
+    return completed
 
 
 @asks_for("finish")

@@ -50,8 +50,8 @@ def _check_sums(
         raise WrongAnswer(f"{call}: expected a list of 3, got {sums!r}")
     expect(f"{call}: no rank has a gradient of parameter 1", sums[1], None)
     for rank, (column, original) in enumerate(zip(columns, before, strict=True)):
-        for each, was in zip(column, original, strict=True):
-            if was is not None and not torch.equal(each, was):
+        for tensor, was in zip(column, original, strict=True):
+            if was is not None and not torch.equal(tensor, was):
                 raise WrongAnswer(f"{call}: the gradients of rank {rank} have changed")
     expect(f"{call}: parameter 0", sums[0], torch.full((2,), ranks * (ranks + 1) / 2))
     expect(f"{call}: parameter 2", sums[2], torch.tensor([5.0, 6.0]))

@@ -36,7 +36,7 @@ from mgpu_core.trace import tracer
 from mgpu_core.trace.tracer import span, when_tracing
 from mgpu_core.trees.module_tree import ModuleTree, check_initialised, tensors_of
 from mgpu_core.trees.nested import unwrapped
-from mgpu_core.trees.views import loosen
+from mgpu_core.trees.views import REWIRED, loosen
 
 __all__ = ["DataParallel", "data_parallel"]
 
@@ -178,7 +178,8 @@ class DataParallel(torch.nn.DataParallel[M]):
         try:
             outputs = self._run_replicas(tree, team, replicas, parts, kwargs_parts, method)
         finally:
-            loosen(replicas)
+            if REWIRED in vars(replicas[-1]):
+                loosen(replicas)
         return self.gather(outputs if method is None else padded(outputs, self.dim, pad_value), self.output_device)
 
     def _run_replicas(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any, TypeAlias
 
 import torch
+from torch._C import _get_tracing_state, _len_torch_dispatch_stack
 
 from mgpu_core.comm import autograd
 from mgpu_core.comm.arguments import check_joined
@@ -44,7 +45,8 @@ def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0) -> A
         TypeError: non-tensor leaves that differ between ranks, or a tensor on one rank and another type on another.
         ValueError: outputs of different structure, or tensors that do not fit together.
     """
-    refuse_traces()
+    if _get_tracing_state() is not None or _len_torch_dispatch_stack():
+        refuse_traces()
     device = as_device(target_device)
     if not len(outputs):
         raise ValueError("gather needs the output of at least one rank")

@@ -24,7 +24,7 @@ from mgpu_core.tensor_parallel.module import TensorParallel
 from mgpu_core.trees.module_tree import named_parameters_of, parameters_of
 from mgpu_core.trees.moves import is_spread
 
-__all__ = ["check_again", "check_device", "check_module", "checked_options", "warn_of_options"]
+__all__ = ["check_device", "check_module", "check_optimizer", "checked_options", "warn_of_options"]
 
 
 def checked_options(
@@ -36,7 +36,7 @@ def checked_options(
         TypeError, ValueError: arguments that cannot be, or do not fit together.
     """
     check_module(net)
-    _check_optimizer(optimizer, net)
+    check_optimizer(optimizer, net)
     _check_loss(loss_fn)
     team = _team_of(net, device_ids)
     settings["reduction"] = reduction_of(loss_fn, settings["reduction"])
@@ -57,12 +57,6 @@ def warn_of_options(options: Options) -> None:
         warn_user("float16 is slow on CPUs, most of which emulate it: use bfloat16")
 
 
-def check_again(options: Options) -> None:
-    """Check the module and the optimizer as they are now; the module is moved where it may be."""
-    check_device(options.module, options.team)
-    _check_optimizer(options.optimizer, options.module)
-
-
 def check_module(net: Module) -> None:
     """Raise TypeError unless it is a bare module."""
     if not isinstance(net, Module):
@@ -71,7 +65,7 @@ def check_module(net: Module) -> None:
         raise TypeError(f"net is a {type(net).__name__}: pass what it wraps, `net.module`")
 
 
-def _check_optimizer(optimizer: Any, net: Module) -> None:
+def check_optimizer(optimizer: Any, net: Module) -> None:
     """Raise unless it is an optimizer over parameters of the module."""
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")

@@ -16,7 +16,7 @@ from mgpu_core.trace.tracer import span
 from mgpu_core.trees.module_copy import copy_module
 from mgpu_core.trees.module_tree import ModuleTree, tensors_of
 from mgpu_core.trees.replica_parameters import follow_attributes
-from mgpu_core.trees.views import build_replica, loosen
+from mgpu_core.trees.views import build_replica
 
 __all__ = ["RankModules", "replicas_of_loss"]
 
@@ -105,11 +105,6 @@ class RankModules:
             for replica in replicas:
                 for node, mode in zip(ModuleTree(replica).nodes, modes, strict=True):
                     node.module.training = mode
-
-    def let_go(self, replicas: Sequence[Module]) -> None:
-        """End the reference cycles of a call's replicas, where the tree has methods in attributes."""
-        if not self.is_static:
-            loosen(each for each in replicas if each is not self.module)
 
 
 def replicas_of_loss(loss_fn: Any, team: Team, *, static: bool) -> Any:

@@ -26,6 +26,7 @@ from mgpu_core.support.null_context import NULL_CONTEXT
 from mgpu_core.tensor_parallel.module import TensorParallel
 from mgpu_core.trace import tracer
 from mgpu_core.trace.tracer import span
+from mgpu_core.trees.views import REWIRED, loosen
 
 __all__ = ["Ranks", "why_not_cut"]
 
@@ -135,8 +136,8 @@ class Ranks:
         self.replicas.check_unwritten(versions)
         if watched is not None:
             self._first_calls.end(watched)
-        if tree.has_holders or tree.is_compiled:
-            self.net.let_go(modules)
+        if REWIRED in vars(modules[-1]) and not self.net.is_static:
+            loosen(modules)
         return results
 
     def stop(self) -> str | None:

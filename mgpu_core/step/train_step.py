@@ -16,7 +16,7 @@ from mgpu_core.comm.buckets import DEFAULT_NBYTES
 from mgpu_core.devices.devices import DeviceLike
 from mgpu_core.errors import Error
 from mgpu_core.ranks.compiled import outside_the_compiler
-from mgpu_core.step.arguments import check_again, check_device, checked_options, warn_of_options
+from mgpu_core.step.arguments import check_device, check_optimizer, checked_options, warn_of_options
 from mgpu_core.step.checkpoint import first_difference, load_state, state_of
 from mgpu_core.step.cuda_graphs import CapturedSteps
 from mgpu_core.step.forward_backward import way_to_pass
@@ -518,7 +518,7 @@ class TrainStep:
         with self._guard:
             if self._refusal == _CLOSED:
                 raise RuntimeError(_CLOSED[1])
-            check_again(self._options)
+            check_optimizer(self.optimizer, self.module)
             self._rebuild()
 
     def _rebuild(self) -> None:

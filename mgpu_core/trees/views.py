@@ -30,6 +30,7 @@ from mgpu_core.trees.replica_hooks import DICTIONARIES, NO_HOOKS, WeakMethod, ha
 from mgpu_core.trees.replica_parameters import as_parameters
 
 __all__ = [
+    "REWIRED",
     "ModuleView",
     "OwnForward",
     "StandIns",
@@ -41,14 +42,14 @@ __all__ = [
 ]
 
 _COMPILED = "_compiled_call_impl"  # what a module's call runs instead of its forward, if it is there
-_REWIRED = "_replica_holders"  # of a replica: which attributes of its modules were made again, as (module, name)
+REWIRED = "_replica_holders"  # of a replica: which attributes of its modules were made again, as (module, name)
 _NOTES = (
     *(bool, int, float, complex, str, bytes, type(None), type, FunctionType, MethodType, Enum),
     *(RemovableHandle, torch.dtype, torch.device),
 )
 TABLES = {
     *(name for name, value in vars(Module()).items() if isinstance(value, dict | set)),
-    *("_compiled_call_impl", "_is_replica", "_former_parameters", _REWIRED),
+    *("_compiled_call_impl", "_is_replica", "_former_parameters", REWIRED),
 }
 """The attributes of a module that are torch's own: its tensors, children and hooks."""
 
@@ -115,7 +116,7 @@ def build_replica(
         replicas[index].__dict__[_COMPILED] = MethodType(function, replicas[index])
         held.append((replicas[index], _COMPILED))
     if held:
-        replicas[0].__dict__[_REWIRED] = held
+        replicas[0].__dict__[REWIRED] = held
     return replicas
 
 
@@ -153,7 +154,7 @@ def loosen(replicas: Iterable[Module]) -> None:
     method itself (a checkpoint that runs it again in backward) still has the real one.
     """
     for replica in replicas:
-        for module, name in replica.__dict__.pop(_REWIRED, ()):
+        for module, name in replica.__dict__.pop(REWIRED, ()):
             value = module.__dict__.get(name)
             if type(value) is MethodType:
                 module.__dict__[name] = WeakMethod(value)

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from fakes.collector import wake_workers
+from fakes.collector import no_collector, wake_workers
 from fakes.nets import cpu
 from step.nets import Linear, mse
 from torch import nn
@@ -118,3 +118,24 @@ def test_an_optimizer_that_loads_an_empty_state_starts_anew(make):
         step(torch.ones(4, 3), torch.zeros(4, 2))
         found.append(net.last.weight.detach().clone())
     assert torch.equal(*found)
+
+
+class HooksItself(Linear):
+    """Its hook is a method of its own: a replica's holds the replica."""
+
+    def __init__(self):
+        super().__init__()
+        self.last.register_forward_hook(self.note)
+
+    def note(self, *_):
+        pass
+
+
+def test_a_replica_with_a_hook_of_its_own_ends_with_its_call():
+    net = HooksItself()
+    step = TrainStep(net, mse, SGD(net.parameters(), lr=0.1), cpu(3))
+    with no_collector():
+        for _ in range(4):
+            step(torch.ones(6, 3), torch.ones(6, 2))
+        wake_workers()
+        assert sum(type(each) is HooksItself for each in gc.get_objects()) == 1

@@ -9,6 +9,7 @@ from operator import attrgetter
 from typing import Any, Literal, TypeAlias
 
 import torch
+from torch._C import _get_tracing_state, _len_torch_dispatch_stack
 from torch.nn.utils.rnn import PackedSequence
 
 from mgpu_core import _core
@@ -87,7 +88,8 @@ def scatter_kwargs(
 
     Both are empty when there are no arguments at all, as in torch.
     """
-    refuse_traces()
+    if _get_tracing_state() is not None or _len_torch_dispatch_stack():
+        refuse_traces()
     devices = target_gpus.devices if isinstance(target_gpus, Team) else as_devices(target_gpus, "target_gpus")
     if not inputs and not kwargs:
         return (), ()

@@ -52,11 +52,11 @@ class Row:
     def of_each_algorithm(self) -> "list[Row]":
         """Return a row for each algorithm of ours, with the same times of the peers."""
         peers = {name: seconds for name, seconds in self.seconds.items() if not name.startswith(OURS)}
-        found = []
+        rows = []
         for name in [each for each in self.seconds if each not in peers]:
             labels = self.labels if name == OURS else {**self.labels, "algorithm": name.removeprefix(f"{OURS} ")}
-            found.append(replace(self, labels=labels, seconds={OURS: self.seconds[name], **peers}))
-        return found
+            rows.append(replace(self, labels=labels, seconds={OURS: self.seconds[name], **peers}))
+        return rows
 
 
 @dataclass(frozen=True)

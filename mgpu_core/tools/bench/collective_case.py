@@ -156,10 +156,10 @@ def _contestants(
             torch.accelerator.synchronize(torch.device(device))
 
     def here(do: Way, algorithm: str = task.algorithm, wanted: Wanted | None = None) -> Contestant:
-        own, small = (replace(each, algorithm=algorithm) for each in (task, tiny.task))
-        run = timed(lambda: do(own, holding.sends), wait, wake=lambda: do(small, tiny.sends))
+        chosen, small = (replace(each, algorithm=algorithm) for each in (task, tiny.task))
+        run = timed(lambda: do(chosen, holding.sends), wait, wake=lambda: do(small, tiny.sends))
         return Contestant(
-            run, lambda: holding.wrong(lambda: do(own, holding.sends), next(salts), wanted), holding.reset
+            run, lambda: holding.wrong(lambda: do(chosen, holding.sends), next(salts), wanted), holding.reset
         )
 
     sides = {OURS: here(collective.ours), "torch": here(collective.loop)}

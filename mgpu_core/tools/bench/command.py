@@ -73,10 +73,10 @@ def _measure(plan: RowPlan, args: argparse.Namespace, rows: list[Row]) -> None:
     with Progress(args.prog) as progress, contextlib.closing(measured(plan, progress)) as measuring:
         for row in measuring:
             rows.append(row)
-            for each in set(row.without.items()) - told:
+            for peer in set(row.without.items()) - told:
                 progress.hide()
-                _note(args, "without {}: {}".format(*each))
-                told.add(each)
+                _note(args, "without {}: {}".format(*peer))
+                told.add(peer)
 
 
 def _show(result: Result, args: argparse.Namespace) -> None:
@@ -102,13 +102,13 @@ def _check(args: argparse.Namespace, case: Case, result: Result) -> int:
 
 def _compare(args: argparse.Namespace, result: Result, baseline: Result) -> int:
     """Return 1 if a row is slower than that of the baseline, or if no row could be judged."""
-    found = compared(result, baseline)
-    slower = [f"{name} by {more:.0f} %" for name, more in found.items() if more is not None and more > args.slower]
-    if skipped := list(found.values()).count(None):
-        _note(args, f"{skipped} of {len(found)} rows were not judged: the machine was busy, then or now")
+    verdicts = compared(result, baseline)
+    slower = [f"{name} by {more:.0f} %" for name, more in verdicts.items() if more is not None and more > args.slower]
+    if skipped := list(verdicts.values()).count(None):
+        _note(args, f"{skipped} of {len(verdicts)} rows were not judged: the machine was busy, then or now")
     if slower:
         return _fail(args, f"slower than {args.baseline} by more than {args.slower:g} %: {'; '.join(slower)}")
-    return _fail(args, f"--baseline {args.baseline}: no row was judged") if skipped == len(found) else 0
+    return _fail(args, f"--baseline {args.baseline}: no row was judged") if skipped == len(verdicts) else 0
 
 
 def _note(args: argparse.Namespace, text: str) -> None:

@@ -88,9 +88,9 @@ def whole_numbers(count: int, salt: int, device: torch.device) -> torch.Tensor:
     return ((torch.arange(count, device=device, dtype=torch.int32) * 7 + salt) % 13).float()
 
 
-def differing(made: torch.Tensor, wanted: torch.Tensor, tolerance: float = 0.0) -> int:
+def differing(values: torch.Tensor, wanted: torch.Tensor, tolerance: float = 0.0) -> int:
     """How many elements are not as wanted; NaN never is."""
-    return int((~torch.isclose(made, wanted, rtol=tolerance, atol=tolerance)).sum())
+    return int((~torch.isclose(values, wanted, rtol=tolerance, atol=tolerance)).sum())
 
 
 def add_twin(library: str, module: str) -> None:
@@ -102,13 +102,13 @@ def add_twin(library: str, module: str) -> None:
 def twins(device: torch.device) -> dict[str, object]:
     """Return the modules of our twins that can run there."""
     there = [name for name in TWINS if device.type == "cuda" and importlib.util.find_spec(name)]
-    found: dict[str, object] = {}
+    modules: dict[str, object] = {}
     for name in there:
         try:
-            found[name] = importlib.import_module(TWINS[name])
+            modules[name] = importlib.import_module(TWINS[name])
         except Exception as error:  # it does not fit the other libraries here, and each has an error of its own
             print(f"without {name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-    return found
+    return modules
 
 
 def twin_sides(task: Task, call: Callable[[Any], object]) -> dict[str, Side]:
@@ -252,10 +252,10 @@ def tasks_of(device: torch.device, options: argparse.Namespace) -> list[Task]:
 def even_counts(nbytes: int, tensors: int) -> list[int]:
     """float32 tensors of about one size, each of whole 16 bytes but the last."""
     count = nbytes // 4
-    each = count // tensors // 4 * 4
-    if each == 0:
+    of_one = count // tensors // 4 * 4
+    if of_one == 0:
         raise UsageError(f"--sizes: {nbytes} bytes are less than 16 for each of {tensors} tensors")
-    return [each] * (tensors - 1) + [count - each * (tensors - 1)]
+    return [of_one] * (tensors - 1) + [count - of_one * (tensors - 1)]
 
 
 def small_counts(tensors: int) -> list[int]:

@@ -103,8 +103,8 @@ class OwnPart:
         return time.perf_counter() - begin
 
     def _compute(self, tokens: torch.Tensor) -> torch.Tensor:
-        found = self._task.compute(self._net, self._net.generate, tokens)
-        return found.full_tensor() if hasattr(found, "full_tensor") else found
+        output = self._task.compute(self._net, self._net.generate, tokens)
+        return output.full_tensor() if hasattr(output, "full_tensor") else output
 
     def wrong(self, salt: int) -> int:
         """Wrong values of this process."""

@@ -46,5 +46,5 @@ def _reporting(plan: RowPlan, index: int, report: Report) -> OnRound:
     name = describe({each: labels[each] for each in varying(plan.labels)})
     row = f"row {index + 1} of {count}{f' ({name})' if name else ''}"
 
-    own = within(report, index, count)
-    return lambda number, rounds: own(number / rounds, f"{row}, round {number + 1} of {rounds}")
+    of_row = within(report, index, count)
+    return lambda number, rounds: of_row(number / rounds, f"{row}, round {number + 1} of {rounds}")

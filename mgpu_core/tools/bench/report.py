@@ -66,7 +66,7 @@ def bound_line(verdict: Ruling) -> str:
     """Return `* held: ranks 2, size 64 MiB: gloo / ours >= 6 (7.2)`."""
     state = "not judged: busy" if verdict.busy else {True: "held", False: "MISSED", None: "not measured"}[verdict.held]
     value = "" if verdict.value is None else f" ({significant(verdict.value)})"
-    text = re.sub(r"\bsize (\d+)", lambda found: f"size {human_nbytes(int(found[1]))}", verdict.text)
+    text = re.sub(r"\bsize (\d+)", lambda match: f"size {human_nbytes(int(match[1]))}", verdict.text)
     return f"* {state}: {text}{value}"
 
 
@@ -132,13 +132,13 @@ def _in_all(environments: Sequence[dict[str, str]]) -> dict[str, str]:
 
 
 def _section(result: Result, stem: str, everywhere: dict[str, str]) -> str:
-    found = table(result)
-    rows, count = str(found), len(found.rows) - 1
+    whole = table(result)
+    rows, count = str(whole), len(whole.rows) - 1
     if count > LONG:
         rows = f"<details>\n<summary>{count} rows</summary>\n\n{rows}\n\n</details>"
-    own = {name: fact for name, fact in result.environment.items() if name not in everywhere}
+    facts = {name: fact for name, fact in result.environment.items() if name not in everywhere}
     parts = [f"## {TITLES.get(stem, stem)}", f"`{stem}`: {result.summary}", *map(str, _parts(result, rows))]
-    return "\n\n".join(filter(None, [*parts, f"![{stem}]({stem}.png)", header(own)]))
+    return "\n\n".join(filter(None, [*parts, f"![{stem}]({stem}.png)", header(facts)]))
 
 
 def _rate_titles(row: Row) -> Sequence[str]:

@@ -105,13 +105,13 @@ def verify(contestants: Mapping[str, Contestant]) -> None:
 
 def failing(contestants: Mapping[str, Contestant], optional: Collection[str]) -> dict[str, str]:
     """Return which of these fail here, and why: a library may not fit the GPU, or its other libraries."""
-    found = {}
+    failed = {}
     for name in contestants.keys() & optional:
         try:
             contestants[name].wrong()
         except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"
-    return found
+            failed[name] = f"{type(error).__name__}: {error}"
+    return failed
 
 
 def alternate(

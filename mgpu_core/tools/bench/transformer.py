@@ -71,7 +71,7 @@ def wrong_values(task: PipelineTask, parameters: dict[str, torch.Tensor], salt: 
     loss_fn(truth(x), target).backward()
     wanted = {name: each.detach() - LR * each.grad for name, each in truth.named_parameters() if each.grad is not None}
     return sum(
-        int((~torch.isclose(each, wanted[name], rtol=1e-3, atol=1e-5)).sum()) for name, each in parameters.items()
+        int((~torch.isclose(value, wanted[name], rtol=1e-3, atol=1e-5)).sum()) for name, value in parameters.items()
     )
 
 

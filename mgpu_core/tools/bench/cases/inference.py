@@ -210,10 +210,10 @@ class _ByHand:
                 self._outbox.put((given[0], net(given[1])))
 
     def answers(self, xs: Answers) -> Answers:
-        for each in enumerate(xs):
-            self._inbox.put(each)
-        found = dict(self._outbox.get() for _ in xs)
-        return [found[index] for index in range(len(xs))]
+        for numbered in enumerate(xs):
+            self._inbox.put(numbered)
+        by_number = dict(self._outbox.get() for _ in xs)
+        return [by_number[index] for index in range(len(xs))]
 
     def close(self) -> None:
         for _ in self._threads:

@@ -42,8 +42,8 @@ class Moving:
             output.fill_(POISON)
 
     def wrong(self) -> int:
-        made = torch.cat([output.reshape(-1) for output in self.outputs])
-        return differing(made.float(), self.wanted().float(), self.tolerance)
+        values = torch.cat([output.reshape(-1) for output in self.outputs])
+        return differing(values.float(), self.wanted().float(), self.tolerance)
 
 
 def _empty(task: Task, *counts: int) -> list[torch.Tensor]:

@@ -74,19 +74,19 @@ def _two_threads(task: PipelineTask) -> Mapping[str, Contestant]:
     with torch.inference_mode():
         wanted = list(map(network, parts))
     place(network, ["cpu"] * STAGES, [str(task.cut)])
-    found: dict[int, list[torch.Tensor]] = {}
+    gradients: dict[int, list[torch.Tensor]] = {}
 
     def call() -> None:
         torch.set_num_threads(1)  # of this thread
         with torch.inference_mode():
-            found[threading.get_ident()] = list(map(network, parts))
+            gradients[threading.get_ident()] = list(map(network, parts))
 
     def at_once() -> None:
         threads = [threading.Thread(target=call) for _ in range(2)]
-        for each in threads:
-            each.start()
-        for each in threads:
-            each.join()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
 
     def in_turn() -> None:
         for _ in range(2):
@@ -95,7 +95,7 @@ def _two_threads(task: PipelineTask) -> Mapping[str, Contestant]:
             thread.join()
 
     def wrong() -> int:
-        pairs = [pair for each in found.values() for pair in zip(each, wanted, strict=True)]
+        pairs = [pair for each in gradients.values() for pair in zip(each, wanted, strict=True)]
         return sum(not torch.equal(*pair) for pair in pairs)
 
     return {OURS: Contestant(timed(at_once), wrong), "in_turn": Contestant(timed(in_turn), wrong)}

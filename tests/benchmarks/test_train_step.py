@@ -48,7 +48,8 @@ def test_rows_that_cannot_be_cut_evenly(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["train_step", *given]) == 0
     assert contestants_of(tmp_path / "x.json") == {(model, 3): ["ours", "bare"] for model in ("simplenet", "cnn")}
     why = "without ddp: it needs equal shares, but 7 rows are not for 3 ranks"
-    assert capsys.readouterr().err == f"run.py: note: {why}\n"
+    notes = [line for line in capsys.readouterr().err.splitlines() if ", round " not in line]  # on a busy machine
+    assert notes == [f"run.py: note: {why}"]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

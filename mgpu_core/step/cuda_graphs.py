@@ -80,8 +80,6 @@ class CapturedSteps:
             )
         if loss is None:
             self.graphs.tell()
-        else:
-            self._update.close()
         return loss
 
     def _fixed(self, clip_norm: float | None) -> tuple[Hashable, ...]:

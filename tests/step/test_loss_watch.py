@@ -344,6 +344,14 @@ def test_check_loss_changes_nothing_and_says_what_it_found():
     assert abs(agreeing.ranks - agreeing.gathered) < 1e-12
 
 
+def test_check_loss_follows_the_module():
+    step, (x, y) = step_of(net_of(), F.cross_entropy, 3), data()
+    step(x, y)
+    step.module[-1] = nn.Linear(6, 4, dtype=torch.float64)
+    check = step.check_loss(x, y)
+    assert check.ranks == pytest.approx(float(F.cross_entropy(step.module(x), y)))
+
+
 @pytest.mark.parametrize(
     ("loss_fn", "ranks", "settings", "reason"),
     [

@@ -99,6 +99,7 @@ def pytest_sessionfinish(session, exitstatus):
 
 @pytest.hookimpl(tryfirst=True)  # before the run chooses by markers
 def pytest_collection_modifyitems(items):
+    os.environ.pop("MGPU_PROVED_TESTS", None)  # of this run, not of those that tests start
     items[:] = [item for item in items if str(item.path.relative_to(Path(__file__).parent)) not in _PROVED]
     items.sort(key=_time_limit, reverse=True)  # so that the last ones are short, where several processes share them
     if not accelerator.is_wanted():

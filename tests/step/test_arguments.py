@@ -161,12 +161,14 @@ def test_a_module_that_deepcopy_refuses():
     assert step.steps == 1
 
 
-def test_a_step_inside_a_step():
+@pytest.mark.parametrize("call", ["__call__", "evaluate", "check_loss", "flush", "rebuild", "state_dict", "close"])
+def test_a_step_inside_a_step(call):
     net = Linear()
     steps = []
+    batch = (torch.zeros(4, 3), torch.zeros(4, 2)) if call in ("__call__", "evaluate", "check_loss") else ()
 
     def loss_fn(output, target):
-        steps[0](torch.zeros(4, 3), torch.zeros(4, 2))
+        getattr(steps[0], call)(*batch)
 
     steps.append(TrainStep(net, loss_fn, SGD(net.parameters(), lr=0.1), cpu(2)))
     with pytest.raises(RuntimeError, match="already running"):

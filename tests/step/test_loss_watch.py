@@ -344,6 +344,18 @@ def test_check_loss_changes_nothing_and_says_what_it_found():
     assert abs(agreeing.ranks - agreeing.gathered) < 1e-12
 
 
+def test_a_gathered_loss_runs_under_autocast():
+    seen = []
+
+    def loss_fn(output, _):
+        seen.append((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
+        return output.float().mean()
+
+    step = step_of(net_of(torch.float32), loss_fn, 2, loss_on="gathered", amp_dtype=torch.bfloat16)
+    step(*data(dtype=torch.float32))
+    assert set(seen) == {torch.bfloat16}
+
+
 def test_check_loss_follows_the_module():
     step, (x, y) = step_of(net_of(), F.cross_entropy, 3), data()
     step(x, y)

@@ -10,7 +10,11 @@ leave_out_proved_tests() {
 }
 
 # all_proved FOLDER...: whether that holds for all test files in these folders of tests/.
-all_proved() { [[ -z $(cd tests && find "$@" -name 'test_*.py' | grep -vxFf "$MGPU_PROVED_TESTS") ]]; }
+all_proved() {
+  local files
+  files=$(cd tests && find "$@" -name 'test_*.py') || return 1
+  [[ -n $files && -z $(grep -vxFf "$MGPU_PROVED_TESTS" <<< "$files") ]]
+}
 
 # readme_command N: the lines of the README's N-th `sh` block, so that it cannot go stale.
 readme_command() { awk -v want="$1" '/^```sh$/ {block++; inside=1; next} /^```$/ {inside=0} inside && block == want' README.md; }

@@ -1,13 +1,13 @@
-"""Test files that need not run again: nothing that they import has changed since all of CI has passed on it.
+"""Test files that need not run again: nothing that they reach has changed since all of CI has passed on it.
 
 ``python ci/proved_tests.py`` prints them, one per line, relative to ``tests/``; ``--write`` notes the digests of all as
 they are in ``ci/proved_tests.txt``, after ``MGPU_CI=full bash .ci/run`` has passed.
 
-A digest is over the test file and whatever it reaches: files of ``tests/``, of the package and of ``benchmarks/`` whose
-names it imports or mentions, also in strings that it runs, and in turn what these import; data next to them; the C++
-sources; and the documentation, where it is mentioned.  A file that starts the package's command reaches all of it.
-What stands directly in ``tests/`` or in ``tests/docs/`` reads the whole repository and always runs, and with
-``MGPU_CI=full`` everything does.
+A digest is over the test file and whatever it reaches: what it imports or mentions by its dotted name, also in strings
+that it runs, and in turn what that imports; what lies beside it, and is no test itself; the folders that it names; and
+what all tests depend on (``ALWAYS``).  A file that starts the package's command, or is of a folder of ``WHOLE_FOLDERS``,
+reaches all of the package.  What stands directly in ``tests/`` or in ``tests/docs/`` reads the whole repository and
+always runs, and with ``MGPU_CI=full`` everything does.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -25,8 +26,20 @@ ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "ci" / "proved_tests.txt"
 PACKAGE, TESTS = ROOT / "mgpu_core", ROOT / "tests"
 
-ALWAYS = ("csrc", "cmake", "build_backend", "CMakeLists.txt", "pyproject.toml", "ci/proved_tests.py")
-PAGES = re.compile(r"\bREADME\b|\bCHANGELOG\b|\bdocs\b|\.md\b|\.ipynb\b")
+ALWAYS = (
+    *("csrc", "cmake", "build_backend", "CMakeLists.txt", "pyproject.toml", "conftest.py"),
+    *("ci/python", "ci/fakes", "ci/common.sh", "ci/proved_tests.py", "tests/fakes", "mgpu_core/__init__.py"),
+)
+FOLDERS = ("benchmarks", "docs", "tools")  # at the root, which tests may name
+WHOLE_FOLDERS = (
+    "accelerator",
+    "cuda",
+    "ptx",
+    "soak",
+    "processes",
+    "ladder",
+)  # of tests: fakes and scripts use the rest
+PAGES = re.compile(r"\bREADME\b|\bCHANGELOG\b|\.md\b|\.ipynb\b")
 WHOLE = re.compile(
     r"""-m["',\s]+mgpu_core\b(?!\.)|import mgpu_core as|getattr\(mgpu_core|mgpu_core\.__\w+__|\.rglob\(|\bmgpu\b["']"""
 )
@@ -37,11 +50,18 @@ IMPORTED = re.compile(r"\bfrom\s+([\w.]+)\s+import\s+(?:\(([^)]*)\)|([^\n;\"']*)
 
 
 @cache
-def files_below(*names: str) -> tuple[Path, ...]:
+def tracked() -> frozenset[Path]:
+    """Return the files of git, and new ones that it does not ignore."""
+    command = ["git", "ls-files", "-co", "--exclude-standard", "-z"]
+    names = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")
+    return frozenset(path for name in names if name and (path := ROOT / name).is_file())
+
+
+@cache
+def files_below(*names: str) -> frozenset[Path]:
     """Return all files of these files and folders."""
-    paths = [ROOT / name for name in names]
-    below = [file for path in paths for file in (sorted(path.rglob("*")) if path.is_dir() else [path])]
-    return tuple(file for file in below if file.is_file() and "__pycache__" not in file.parts)
+    folders = [ROOT / name for name in names]
+    return frozenset(file for file in tracked() if any(file.is_relative_to(folder) for folder in folders))
 
 
 @cache
@@ -121,27 +141,31 @@ def names_in(file: Path) -> Iterator[str]:
 @cache
 def reached_by(file: Path) -> frozenset[Path]:
     """Return the files that one reaches itself."""
-    found = set[Path]()
-    if file != PACKAGE / "__init__.py":  # which loads lazily
-        found.update(path for name in names_in(file) for path in named(name))
-    if file.is_relative_to(TESTS / "fakes"):  # what it takes of the package, the tests do not test
+    found = {path for name in names_in(file) for path in named(name)}
+    beside = files_below(str(file.parent.relative_to(ROOT)))
+    if file.is_relative_to(TESTS / "fakes"):  # what they take of the package, their own tests test
         return frozenset(path for path in found if path.is_relative_to(TESTS))
     if file.is_relative_to(TESTS):
-        found.update([*files_below("docs"), *ROOT.glob("*.md")] if PAGES.search(text_of(file)) else [])
-        found.update(files_below("mgpu_core") if WHOLE.search(text_of(file)) else [])
-    elif LOADS.search(text_of(file)) and file.is_relative_to(PACKAGE / "tools"):
-        found.update(files_below("mgpu_core/tools"))
-    return frozenset([*found, *(path for path in file.parent.iterdir() if path.is_file() and path.suffix != ".py")])
+        text = text_of(file)
+        found |= {path for path in beside if not path.name.startswith("test_")} if file.parent != TESTS else set()
+        found |= files_below("docs", *(path.name for path in ROOT.glob("*.md"))) if PAGES.search(text) else set()
+        found |= {path for name in FOLDERS if re.search(rf"""["'/]{name}["'/]""", text) for path in files_below(name)}
+        is_whole = file.relative_to(TESTS).parts[0] in WHOLE_FOLDERS or WHOLE.search(text)
+        return frozenset(found | (files_below("mgpu_core") if is_whole else set()))
+    if LOADS.search(text_of(file)) and file.is_relative_to(PACKAGE / "tools"):
+        found |= files_below("mgpu_core/tools")
+    return frozenset(found | {path for path in beside if path.suffix != ".py" and path.parent == file.parent})
 
 
 def reached(file: Path) -> set[Path]:
     """Return all files that a test file reaches, with itself."""
-    files, left = set(files_below(*ALWAYS)), [file, *conftests_of(file)]
+    seen, left = set[Path](), [file, *conftests_of(file)]
     while left:
-        if (one := left.pop()) not in files:
-            files.add(one)
-            left += reached_by(one) if one.suffix == ".py" else []
-    return files
+        one = left.pop()
+        if one not in seen:
+            seen.add(one)
+            left += reached_by(one) if one.suffix == ".py" and one != PACKAGE / "__init__.py" else []
+    return seen | files_below(*ALWAYS)
 
 
 def conftests_of(file: Path) -> list[Path]:

@@ -93,14 +93,15 @@ _PROVED = Path(os.environ["MGPU_PROVED_TESTS"]).read_text().split() if "MGPU_PRO
 
 
 def pytest_sessionfinish(session, exitstatus):
-    if _PROVED and exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+    if _PROVED and exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and not session.config.option.keyword:
         session.exitstatus = pytest.ExitCode.OK
 
 
 @pytest.hookimpl(tryfirst=True)  # before the run chooses by markers
 def pytest_collection_modifyitems(items):
     os.environ.pop("MGPU_PROVED_TESTS", None)  # of this run, not of those that tests start
-    items[:] = [item for item in items if str(item.path.relative_to(Path(__file__).parent)) not in _PROVED]
+    proved = {Path(__file__).parent / name for name in _PROVED}
+    items[:] = [item for item in items if item.path not in proved]
     items.sort(key=_time_limit, reverse=True)  # so that the last ones are short, where several processes share them
     if not accelerator.is_wanted():
         return

@@ -14,16 +14,18 @@ __all__ = ["Exclusive"]
 class Exclusive:
     """Many threads may be inside at once, or one alone: ``with exclusive:`` is alone.
 
+    A thread that is inside may come in again, and is out when it leaves once: so one that Ctrl-C has cut off on its way
+    in or out does not keep itself out.
+
     Args:
         busy: the message of a wait that took too long, up to its seconds: ``another recording did not end``.
-        again: a thread that is alone inside may come in once more; without, that is an error at once.
     """
 
-    def __init__(self, busy: str, *, again: bool = False) -> None:
-        self._busy, self._again = busy, again
+    def __init__(self, busy: str) -> None:
+        self._busy = busy
         self._changed = Condition()
-        self._inside = 0
-        self._alone: int | None = None  # the thread that is alone inside
+        self._inside: set[int] = set()  # threads
+        self._is_alone = False  # the only one of them
 
     def enter(self, alone: Callable[[], bool] = lambda: True) -> bool:
         """Wait until this thread may come in; return whether it is alone.
@@ -36,23 +38,22 @@ class Exclusive:
         """
         me = get_ident()
         with self._changed:
-            is_in = self._alone == me
-            if is_in and not self._again:
-                raise Error(f"{self._busy}: it waits for this call, which is inside it")
-            if self._inside and not is_in:
+            if self._inside - {me}:
                 seconds = time_limit()
-                if not self._changed.wait_for(lambda: self._alone is None and not (self._inside and alone()), seconds):
+                if not self._changed.wait_for(
+                    lambda: not self._inside - {me} or not (self._is_alone or alone()), seconds
+                ):
                     raise Error(f"{self._busy} within {seconds:g} s; MGPU_CORE_TIMEOUT sets the limit")
-            self._inside += 1
-            self._alone = me if is_in or alone() else None
-            return self._alone is not None
+            self._is_alone = alone()
+            self._inside.add(me)
+            return self._is_alone
 
     def leave(self) -> None:
-        """Let others come in; the thread may be another one than that which came."""
+        """Let others come in; do nothing if this thread is not inside."""
         with self._changed:
-            self._inside -= 1
+            self._inside.discard(get_ident())
             if not self._inside:
-                self._alone = None
+                self._is_alone = False
                 self._changed.notify_all()
 
     def __enter__(self) -> None:

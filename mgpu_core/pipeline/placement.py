@@ -168,7 +168,7 @@ class Placement:
         self.in_backward: dict[torch.device, Visit] = {}
         self.copies = ParameterCopies()
         self.waiting = Waiting({}, ())
-        self.alone = Exclusive("the first call of a placed module, in another thread, did not end", again=True)
+        self.alone = Exclusive("the first call of a placed module, in another thread, did not end")
         self.is_active = self.is_learning = False
 
     def __getstate__(self) -> dict[str, Any]:

@@ -141,7 +141,6 @@ class _Use:
 
     thread: int
     alone: bool
-    is_on: bool = False
 
 
 class _Compiler:
@@ -159,10 +158,10 @@ class _Compiler:
         use = _Use(get_ident(), alone)
         token = _inside.set(use)
         try:
-            self._enter(use)
+            self._exclusive.enter(lambda: alone)
             yield
         finally:
-            self._leave(use)
+            self._exclusive.leave()
             _inside.reset(token)
 
     @contextmanager
@@ -172,21 +171,11 @@ class _Compiler:
         if use is None or use.thread != get_ident():
             yield
             return
-        self._leave(use)
+        self._exclusive.leave()
         try:
             yield
         finally:
-            self._enter(use)
-
-    def _enter(self, use: _Use) -> None:
-        self._exclusive.enter(lambda: use.alone)
-        use.is_on = True
-
-    def _leave(self, use: _Use) -> None:
-        """Do nothing for one that did not come back from lending."""
-        if use.is_on:
-            use.is_on = False
-            self._exclusive.leave()
+            self._exclusive.enter(lambda: use.alone)
 
 
 _inside: ContextVar[_Use | None] = ContextVar("mgpu_core_inside_compiled", default=None)

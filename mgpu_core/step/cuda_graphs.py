@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from mgpu_core.devices.graphs import GRAPH_DEVICE, CudaRecorder
+from mgpu_core.devices.time_limits import time_limit
 from mgpu_core.step.forward_backward import ForwardBackward
 from mgpu_core.step.grad_clip import GradientNorm, factor_of, overflow_of, warm_up
 from mgpu_core.step.graph_cache import Replay, StaticNest, StepGraphs
@@ -99,7 +100,7 @@ class CapturedSteps:
         except BaseException:
             self.recorder.forget()
             self.reducer.cancel()
-            self.passes.ranks.stop()
+            self.passes.ranks.stop(time_limit())
             self.reducer.abandon()
             raise
         finally:

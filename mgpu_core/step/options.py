@@ -84,6 +84,8 @@ class Options:
             kind: which does not take them.
             refused: their names.
         """
+        if not isinstance(self.module, kind):
+            return None
         given = {
             "process_group": self.has_processes,
             'loss_on="gathered"': self.loss_on == "gathered",
@@ -92,7 +94,7 @@ class Options:
             "capture": self.capture,
             "dim": self.dim != getattr(self.module, "dim", self.dim),
         }
-        names = [name for name in refused if given[name] and isinstance(self.module, kind)]
+        names = [name for name in refused if given[name]]
         return f"a step over a {kind.__name__} does not take {names[0]}" if names else None
 
     def changed(self, name: str, value: Any) -> Options:

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 from mgpu_core.devices.graphs import GRAPH_DEVICE
-from mgpu_core.devices.time_limits import time_limit
 from mgpu_core.parallel.first_calls import Call, FirstCalls
 from mgpu_core.parallel.first_calls.lost import LostAttributes, text_of_lost
 from mgpu_core.parallel.first_calls.originals import Originals
@@ -140,12 +139,9 @@ class Ranks:
             loosen(modules)
         return results
 
-    def stop(self) -> str | None:
-        """Let no rank begin any more, and wait for those at work; return which did not end in time, if any."""
-        seconds = time_limit()
-        if self.at_work is None or self.at_work.stop(seconds):
-            return None
-        return f"a rank was still at work {seconds:g} s after its step had failed"
+    def stop(self, seconds: float) -> bool:
+        """Let no rank begin any more; return whether all have ended in that time."""
+        return self.at_work is None or self.at_work.stop(seconds)
 
     def why_not_recorded(self) -> str | None:
         """Return why a graph cannot hold the work of these ranks; ``None``: it can."""

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from mgpu_core._core import ReentrancyGuard
 from mgpu_core.comm.buckets import DEFAULT_NBYTES
 from mgpu_core.devices.devices import DeviceLike
+from mgpu_core.devices.time_limits import time_limit
 from mgpu_core.errors import Error
 from mgpu_core.ranks.compiled import outside_the_compiler
 from mgpu_core.step.arguments import check_device, check_optimizer, checked_options, warn_of_options
@@ -351,11 +352,12 @@ class TrainStep:
 
     def _ranks_have_ended(self) -> bool:
         """Wait, after a failure, for ranks that are still at work; where one does not end, the step is broken."""
+        seconds = time_limit()
         self._refuse_if("a rank may still be at work in a step that was given up")  # Ctrl-C may come again
-        late = self._ranks.stop()
-        if late is not None:
-            self._refuse_if(late)
-        return late is None
+        have_ended = self._ranks.stop(seconds)
+        if not have_ended:
+            self._refuse_if(f"a rank was still at work {seconds:g} s after its step had failed")
+        return have_ended
 
     def _refuse_if(self, broken: str | None) -> None:
         """Keep why no further step can be made: ``broken``, or a failure between processes, or the end."""
@@ -410,6 +412,8 @@ class TrainStep:
         """
         with self._guard:
             self._check_ready()
+            if self.loss_fn is None or self._passes.gathers:
+                return LossCheck(None, reason="there is no loss function that is called per rank")
             self._follow_module(updates=False)
             return self._watch.check(self._passes, inputs, kwargs)
 

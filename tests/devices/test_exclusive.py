@@ -28,23 +28,30 @@ def test_one_alone_keeps_others_out_who_wait_so_long_and_no_longer(monkeypatch):
         in_a_thread(impatient)
     assert told == ["the other did not end within 0.1 s; MGPU_CORE_TIMEOUT sets the limit"]
     assert exclusive.enter(lambda: False) is False
-    in_a_thread(lambda: told.append(exclusive.enter(lambda: False)))
+
+    def with_others():
+        told.append(exclusive.enter(lambda: False))
+        with pytest.raises(Error, match="the other did not end within"):
+            exclusive.enter()
+        exclusive.leave()
+
+    in_a_thread(with_others)
     assert told[1:] == [False]
-    with pytest.raises(Error, match="the other did not end within"):
-        exclusive.enter()
-    exclusive.leave()
-    exclusive.leave()
     assert exclusive.enter() is True
 
 
-@pytest.mark.parametrize("again", [True, False])
-def test_a_thread_that_is_alone_comes_in_once_more_or_is_told_at_once(again):
-    exclusive = Exclusive("the other did not end", again=again)
+def test_a_thread_that_was_cut_off_inside_does_not_keep_itself_out():
+    exclusive = Exclusive("the other did not end")
+    exclusive.enter()
     with exclusive:
-        if again:
-            with exclusive:
-                pass
-        else:
-            with pytest.raises(Error, match="it waits for this call, which is inside it"):
-                exclusive.enter()
-    assert exclusive.enter(lambda: False) is False
+        pass
+    in_a_thread(exclusive.enter)
+
+
+def test_who_leaves_without_being_inside_lets_nobody_in(monkeypatch):
+    monkeypatch.setenv("MGPU_CORE_TIMEOUT", "0.1")
+    exclusive = Exclusive("the other did not end")
+    in_a_thread(exclusive.enter)  # and has ended without leaving
+    exclusive.leave()
+    with pytest.raises(Error, match="the other did not end"):
+        exclusive.enter()

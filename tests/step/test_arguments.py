@@ -196,3 +196,22 @@ def test_a_state_that_does_not_fit_changes_nothing():
         with pytest.raises(ValueError, match=text):
             step.load_state_dict(state)
         assert_same(before, state_of(step))
+
+
+def test_an_attribute_of_the_module_is_no_argument():
+    net = Linear()
+    net.dim = torch.tensor([1, 2])
+    step = TrainStep(net, mse, SGD(net.parameters(), lr=0.1), cpu(2))
+    step(torch.zeros(4, 3), torch.zeros(4, 2))
+    assert step.steps == 1
+
+
+def test_a_time_limit_that_is_none_is_told_and_the_step_goes_on(monkeypatch):
+    net = Linear()
+    step = TrainStep(net, mse, SGD(net.parameters(), lr=0.1), cpu(2))
+    monkeypatch.setenv("MGPU_CORE_TIMEOUT", "nonsense")
+    with pytest.raises(ValueError, match="MGPU_CORE_TIMEOUT must be"):
+        step(torch.zeros(4, 2), torch.zeros(4, 2))
+    monkeypatch.delenv("MGPU_CORE_TIMEOUT")
+    step(torch.zeros(4, 3), torch.zeros(4, 2))
+    assert step.steps == 1

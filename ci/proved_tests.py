@@ -5,9 +5,9 @@ they are in ``ci/proved_tests.txt``, after ``MGPU_CI=full bash .ci/run`` has pas
 
 A digest is over the test file and whatever it reaches: what it imports or mentions by its dotted name, also in strings
 that it runs, and in turn what that imports; what lies beside it, and is no test itself; the folders that it names; and
-what all tests depend on (``ALWAYS``).  A file that starts the package's command, or is of a folder of ``WHOLE_FOLDERS``,
-reaches all of the package.  What stands directly in ``tests/`` or in ``tests/docs/`` reads the whole repository and
-always runs, and with ``MGPU_CI=full`` everything does.
+what all tests depend on (``ALWAYS``).  A file that starts the package's command, or is in one of
+``WHOLE_FOLDERS``, reaches all of the package.  What stands directly in ``tests/`` or in ``tests/docs/`` reads the whole
+repository and always runs, and with ``MGPU_CI=full`` everything does.
 """
 
 from __future__ import annotations
@@ -31,14 +31,8 @@ ALWAYS = (
     *("ci/python", "ci/fakes", "ci/common.sh", "ci/proved_tests.py", "tests/fakes", "mgpu_core/__init__.py"),
 )
 FOLDERS = ("benchmarks", "docs", "tools")  # at the root, which tests may name
-WHOLE_FOLDERS = (
-    "accelerator",
-    "cuda",
-    "ptx",
-    "soak",
-    "processes",
-    "ladder",
-)  # of tests: fakes and scripts use the rest
+# Folders of tests that use the package through fakes and scripts.
+WHOLE_FOLDERS = ("accelerator", "cuda", "ptx", "soak", "processes", "ladder")
 PAGES = re.compile(r"\bREADME\b|\bCHANGELOG\b|\.md\b|\.ipynb\b")
 WHOLE = re.compile(
     r"""-m["',\s]+mgpu_core\b(?!\.)|import mgpu_core as|getattr\(mgpu_core|mgpu_core\.__\w+__|\.rglob\(|\bmgpu\b["']"""

@@ -22,11 +22,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed
+from torch.nn import Module
 
 from mgpu_core.devices.memory import note_written
 from mgpu_core.devices.streams import GPU_TYPE
 from mgpu_core.devices.tensor_checks import bytes_of
 from mgpu_core.support.null_context import NULL_CONTEXT
+from mgpu_core.trees.module_tree import parameters_of
 
 if TYPE_CHECKING:  # a torch built without it has none
     from torch.distributed import ProcessGroup, Work
@@ -93,8 +95,9 @@ class ProcessSums:
             distributed.broadcast_object_list(objects, self._first, self._group, self._device)
         return objects[0]
 
-    def send_values(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Give all processes the values that process 0 has in these tensors, of any dtype."""
+    def send_module(self, module: Module) -> None:
+        """Give all processes the parameters and buffers of process 0, of any dtype."""
+        tensors = [*parameters_of(module), *module.buffers()]
         single = [_without_repeats(each.detach()) for each in tensors if each.numel()]
         sent = [each.contiguous() for each in single]
         for message in sent:

@@ -36,7 +36,6 @@ from mgpu_core.step.update import Update
 from mgpu_core.step.window import Window, joined_aux
 from mgpu_core.support.null_context import NULL_CONTEXT
 from mgpu_core.trace import tracer
-from mgpu_core.trees.module_tree import parameters_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -189,7 +188,7 @@ class TrainStep:
         options, processes, self._is_built = self._options, self._processes, False
         if processes is not None:
             processes.check_alike(options.shared())
-            self._send_values(processes)
+            processes.send_module(options.module)
         self._ranks = Ranks(options)
         self._gradients = gradients_of(self._ranks.replicas, self._communication)
         self._passes = passes_of(options, self._ranks, self._split_plan)
@@ -200,10 +199,6 @@ class TrainStep:
         if options.capture and isinstance(self._gradients, Reducer):
             self._captured = CapturedSteps(options, self._gradients, self._passes, self._update)
         self._is_built = True
-
-    def _send_values(self, processes: ProcessSums) -> None:
-        """Give all processes the parameters and buffers of process 0."""
-        processes.send_values([*parameters_of(self.module), *self.module.buffers()])
 
     def __getattr__(self, name: str) -> Any:
         if name in ARGUMENTS:
@@ -468,7 +463,7 @@ class TrainStep:
         with self._guard:
             self._check_ready()
             if self._processes is not None:
-                self._send_values(self._processes)
+                self._processes.send_module(self.module)
             self._ranks.replicas.send_values()
             self._update.optimizer_step.remember_values()
 

@@ -50,7 +50,7 @@ _PLAIN_TYPES = {torch.Tensor, torch.nn.Parameter}  # a Buffer is made a Tensor
 def refuse_special(tensor: torch.Tensor, name: str, *, sparse: bool = False) -> None:
     """Raise TypeError unless the tensor is ordinary strided memory on a device, or sparse where that is allowed.
 
-    Also in a trace of torch, which would not see what is written into such memory.
+    Also in a trace of torch, which would not see writes into such memory.
     """
     refuse_traces()
     if not isinstance(tensor, torch.Tensor):

@@ -12,8 +12,8 @@ leaf wherever it is used, and the leaf's gradient goes to the backward of the st
 numbers the nodes of a thread in their order, so the stage of a tensor is found by its number.  On GPUs the host waits
 for turns alone: streams wait for the data.
 
-Another way was tried: to tag what the code between layers and the layers return with the stage that made it, instead of
-reading numbers.  Of 48,000 tensors that the tests of pipelines ask about, 8 % had no tag, because nobody returns them
+Another way was tried: tags on the results of layers, and of the code between them, with the stage that made them, not
+numbers.  Of 48,000 tensors that the tests of pipelines ask about, 8 % had no tag, because nobody returns them
 (kept by a layer in an attribute or a list, written into a container or a buffer, made by another thread), and 16 had a
 wrong one.  The numbers would have to stay for these, so tags would come on top.
 """

@@ -31,7 +31,7 @@ class UnjoinedError(Exception):
 def gathered(outputs: Sequence[Any], rows: Sequence[int], device: torch.device, dim: int) -> Any:
     """Gather the outputs on a device, and average floating-point numbers (0-d tensors) by rows; differentiable.
 
-    Other numbers stay what they are where all ranks have the same, which the host waits for.
+    Other numbers stay as they are where all ranks have the same, for which the host waits.
 
     Raises:
         Exception: as :func:`mgpu_core.gather`.

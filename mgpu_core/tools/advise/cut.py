@@ -29,8 +29,8 @@ def capacity_of(plan: AdvicePlan) -> int | None:
 def recommended_cut(plan: AdvicePlan, memory: Memory, capacity: int) -> Recommendation:
     """Return the fewest parts that fit, cut so that the largest needs the least memory.
 
-    A part needs its share, by parameters, buffers and what autograd keeps, of the rank's memory.  Micro-batches need
-    less, since not all of them are in a stage at once.
+    A part needs its share, by parameters, buffers and the tensors that autograd keeps, of the rank's memory.
+    Micro-batches need less, since not all of them are in a stage at once.
     """
     net = copy_module(plan.net).cpu()
     inputs = plan.sample if plan.loss_fn is None else plan.sample[:-1]

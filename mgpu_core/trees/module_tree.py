@@ -8,7 +8,7 @@ so that any number of replicas can be wired from one walk.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -151,7 +151,7 @@ class ModuleNode:
         self.parameters: Sequence[tuple[str, int]] = ()
         self.buffers: Sequence[tuple[str, int]] = ()
         self.children: list[tuple[str, int]] = []
-        self.absent: Sequence[str] = ()
+        self.absent: Mapping[str, None] = {}
         self.holders: Sequence[str] = ()
 
 
@@ -167,6 +167,8 @@ class ModuleTree:
         takes_turns: whether ranks must run one after the other: some module adds to tensors that replicas share.
         indices: by the id of each module, and of its compiled wrapper, the index of its node.
         has_holders: whether some module has another attribute that reaches modules: a container, a bound method.
+        classes: of the modules.
+        others: the indices of nodes whose modules are not ordinary.
 
     Raises:
         RuntimeError: Python modules inside a ScriptModule.
@@ -182,6 +184,8 @@ class ModuleTree:
         self._read(network)
         self.tensors: list[torch.Tensor] = [*self.parameters, *self.buffers]
         self._modules = [node.module for node in self.nodes]
+        self.classes: list[type[Module]] = list(map(type, self._modules))
+        self.others = [index for index, node in enumerate(self.nodes) if not node.kind.is_ordinary]
         holders = attributes_that_reach(self._modules, self.indices.keys())
         self.has_holders = holders is not None
         for node, names in zip(self.nodes, holders or (), strict=False):
@@ -241,7 +245,7 @@ class ModuleTree:
         if module._parameters:
             node.parameters = self._numbered(module._parameters, self.parameters)
             if len(node.parameters) < len(module._parameters):
-                node.absent = [name for name, parameter in module._parameters.items() if parameter is None]
+                node.absent = {name: None for name, parameter in module._parameters.items() if parameter is None}
         if module._buffers:  # absent ones are in the dictionary that a replica copies
             node.buffers = self._numbered(module._buffers, self.buffers)
         if not module._modules:

@@ -88,21 +88,41 @@ def build_replica(
     """
     if not replica_hooks.are_apart:
         replica_hooks.keep_hooks_apart()
-    new, assign = object.__new__, object.__setattr__
-    replicas = [
-        new(type(node.module)) if node.kind.is_ordinary else node.module._replicate_for_data_parallel()
-        for node in tree.nodes
-    ]
+    # Written out: a call of Python per module and rank would cost more than all else here.
+    assign, shares_hooks = object.__setattr__, replica_hooks.SHARES_HOOKS
+    replicas: list[Any] = list(map(object.__new__, tree.classes))
+    for index in tree.others:
+        replicas[index] = tree.nodes[index].module._replicate_for_data_parallel()
     held: list[tuple[Module, str]] = []
     hooked: list[tuple[ModuleNode, Any]] = []
     for node, replica in zip(tree.nodes, replicas, strict=True):
-        if node.kind.is_ordinary:
-            # Past Module.__setattr__, which would find out for each value what it is.
-            assign(replica, "__dict__", _attributes(node, replicas, parameters, buffers))
-        else:
+        if not node.kind.is_ordinary:
             _wire_by_setattr(node, replica, replicas, parameters, tree.buffers if buffers is None else buffers)
-        if replica_hooks.SHARES_HOOKS not in replica.__dict__:
+            if shares_hooks not in replica.__dict__:
+                hooked += ((node, replica),)
+            continue
+        original = node.module.__dict__
+        table: dict[str, Any] = {**node.absent}
+        attributes = {**original, "_is_replica": True, "_former_parameters": table, "_parameters": table}
+        if (
+            original["_forward_hooks"]
+            or original["_forward_pre_hooks"]
+            or original["_backward_hooks"]
+            or original["_backward_pre_hooks"]
+        ):
             hooked += ((node, replica),)
+        else:
+            attributes |= NO_HOOKS
+        for name, index in node.parameters:
+            table[name] = parameters[index]
+        if buffers is not None:
+            below = attributes["_buffers"] = {**original["_buffers"]}
+            for name, index in node.buffers:
+                below[name] = buffers[index]
+        below = attributes["_modules"] = {**original["_modules"]}
+        for name, index in node.children:
+            below[name] = replicas[index]
+        assign(replica, "__dict__", attributes)  # past Module.__setattr__, which would find out what each of them is
     if tree.has_holders or hooked:
         replicas_by_id = {key: replicas[index] for key, index in tree.indices.items()}
         for node, replica in hooked:
@@ -118,32 +138,6 @@ def build_replica(
     if held:
         replicas[0].__dict__[REWIRED] = held
     return replicas
-
-
-def _attributes(
-    node: ModuleNode,
-    replicas: list[Any],
-    parameters: Sequence[torch.Tensor],
-    buffers: Sequence[torch.Tensor] | None,
-) -> dict[str, Any]:
-    """Return a replica's ``__dict__``: its tensors and modules are its own, other attributes are the module's."""
-    original = node.module.__dict__
-    table: dict[str, Any] = dict.fromkeys(node.absent) if node.absent else {}
-    attributes = {**original, "_is_replica": True, "_former_parameters": table, "_parameters": table}
-    # Written out: a call per module and rank would cost more than it does.
-    has_hooks = original["_forward_hooks"] or original["_forward_pre_hooks"]
-    if not (has_hooks or original["_backward_hooks"] or original["_backward_pre_hooks"]):
-        attributes |= NO_HOOKS
-    for name, index in node.parameters:
-        table[name] = parameters[index]
-    if buffers is not None:
-        below = attributes["_buffers"] = {**original["_buffers"]}
-        for name, index in node.buffers:
-            below[name] = buffers[index]
-    below = attributes["_modules"] = {**original["_modules"]}
-    for name, index in node.children:
-        below[name] = replicas[index]
-    return attributes
 
 
 def loosen(replicas: Iterable[Module]) -> None:

@@ -14,28 +14,28 @@ kept with the checkpoint's own frame, and given again.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from types import MethodType
 from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch._C import _current_graph_task_id
 from torch.nn import Module
-from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from mgpu_core.comm.collectives import joint_columns, joint_sum
 from mgpu_core.devices.streams import on_all
 from mgpu_core.devices.transfer import to_device
 from mgpu_core.errors import Error
 from mgpu_core.ranks.context import checkpoint_closure
-from mgpu_core.ranks.random import current_generator, current_stream, numbers_of
 from mgpu_core.ranks.run import Run, current_lane
 from mgpu_core.trace import tracer
 from mgpu_core.trace.events import ALL_RANKS
 from mgpu_core.trace.tracer import mark, span
 from mgpu_core.trees.nested import map_leaves
+from mgpu_core.trees.replica_hooks import WeakMethod
 
-__all__ = ["CHANGED", "MetDraws", "cut_layer", "decided"]
+__all__ = ["CutForward", "CutLayer", "decided", "no_lane"]
 
 Node = Callable[[torch.Tensor | None, Sequence[torch.Tensor]], Sequence[Any]]
 """Takes the token that the joint before has left and the ranks' values; returns a token and the ranks' results."""
@@ -74,7 +74,8 @@ def _together(combine: Callable[[Run, list[Any]], Sequence[Any]], came: list[_Ca
         return combine(run, values)
 
 
-def _no_lane(place: str) -> NoReturn:
+def no_lane(place: str) -> NoReturn:
+    """Raise Error: outside of a call there is no rank."""
     raise Error(
         f"{place} is cut over ranks, which meet in calls of the TensorParallel alone: use its forward or call()"
     )
@@ -101,7 +102,7 @@ class Joint:
         closure = None if _top_hooks(False) is None else checkpoint_closure()
         if _current_graph_task_id() != -1:
             return self._again(closure, value)
-        lane = current_lane() or _no_lane(self._name)
+        lane = current_lane() or no_lane(self._name)
         came = self._name, value, torch.is_grad_enabled(), lane.run
         result: torch.Tensor = lane.meet(_KEY, came, self._together)
         if closure is not None and came[2]:
@@ -127,19 +128,6 @@ class Joint:
         return result
 
 
-CHANGED = ("forward", "out_features", "in_features", "num_embeddings", "padding_idx")
-"""The attributes of a layer that are others in a rank's copy."""
-
-
-def _own_forward(layer: Module) -> Callable[..., torch.Tensor]:
-    """Return a layer's forward without a reference to the layer, which will refer to it."""
-    if "forward" in layer.__dict__:
-        forward: Callable[..., torch.Tensor] = layer.__dict__["forward"]
-        return forward
-    layer_ref, function = weakref.ref(layer), type(layer).forward
-    return lambda *args, **kwargs: function(layer_ref(), *args, **kwargs)
-
-
 def _of_other_ranks(tokens: torch.Tensor, counts: Sequence[int], rank: int) -> torch.Tensor:
     """Return which tokens are in the parts of a vocabulary that other ranks have.
 
@@ -154,54 +142,99 @@ def _of_other_ranks(tokens: torch.Tensor, counts: Sequence[int], rank: int) -> t
     return elsewhere
 
 
-def cut_layer(layer: Module, name: str, word: str, rank: int, counts: Sequence[int]) -> None:
-    """Let a layer that has a rank's part of its parameters meet the other ranks around its own forward.
+class CutForward(partial[torch.Tensor]):
+    """The forward of a rank's view of a cut layer: one of the functions below, with its first arguments."""
+
+
+def _joined(joint: Joint, inner: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+    return joint(inner(*args, **kwargs))
+
+
+def _of_rows(
+    joint: Joint,
+    inner: Callable[..., torch.Tensor],
+    table: dict[str, Any],
+    part: slice | None,
+    input: torch.Tensor,  # noqa: A002 (torch's name)
+    *args: Any,
+    **kwargs: Any,
+) -> torch.Tensor:
+    bias, table["bias"] = table["bias"], None  # it is added once
+    try:
+        total = joint(inner(input if part is None else input[..., part], *args, **kwargs))
+    finally:
+        table["bias"] = bias
+    return total if bias is None else total + bias.to(total.dtype)
+
+
+def _of_tokens(
+    joint: Joint,
+    inner: Callable[..., torch.Tensor],
+    counts: Sequence[int],
+    rank: int,
+    input: torch.Tensor,  # noqa: A002
+    *args: Any,
+    **kwargs: Any,
+) -> torch.Tensor:
+    elsewhere = _of_other_ranks(input, counts, rank)
+    rows = inner((input - sum(counts[:rank])).masked_fill(elsewhere, 0), *args, **kwargs)
+    return joint(rows.masked_fill(elsewhere.unsqueeze(-1), 0))
+
+
+class CutLayer:
+    """A layer of a plan: its attributes in each rank, and how it meets the other ranks.
 
     Args:
-        layer: of the rank, with its part.
         name: of the layer.
         word: of the plan.
-        rank: its rank.
-        counts: the sizes of all ranks' parts.
+        counts: the sizes of the ranks' parts of its weight.
+        layer: the whole one.
+
+    Attributes:
+        meets: its views have a forward of their own, which meets the other ranks.
+        attributes: per rank, those that say how large its part is.
     """
-    begin, end = sum(counts[:rank]), sum(counts[: rank + 1])
-    inner, table = _own_forward(layer), layer._parameters
-    joint = Joint(name, joint_columns if word == "column_gathered" else joint_sum)
 
-    def joined(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return joint(inner(*args, **kwargs))
+    def __init__(self, name: str, word: str, counts: Sequence[int], layer: Module) -> None:
+        self._word, self._counts = word, counts
+        self._joint = Joint(name, joint_columns if word == "column_gathered" else joint_sum)
+        begins = [sum(counts[:rank]) for rank in range(len(counts))]
+        self._parts = [slice(begin, begin + count) for begin, count in zip(begins, counts, strict=True)]
+        self.meets = word not in ("column", "packed_column")
+        self.attributes = [self._attributes_of(rank, layer) for rank in range(len(counts))]
 
-    def of_rows(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: A002 (torch's name)
-        bias, table["bias"] = table["bias"], None  # it is added once
-        try:
-            total = joined(input if word == "row" else input[..., begin:end], *args, **kwargs)
-        finally:
-            table["bias"] = bias
-        return total if bias is None else total + bias.to(total.dtype)
+    def _attributes_of(self, rank: int, layer: Module) -> dict[str, Any]:
+        begin, size = self._parts[rank].start, self._counts[rank]
+        if self._word in ("column", "packed_column", "column_gathered"):
+            return {"out_features": size}
+        if self._word in ("row", "rowwise_split_input"):
+            return {"in_features": size}
+        if self._word == "vocab":
+            padding: Any = layer.padding_idx
+            is_here = padding is not None and begin <= padding < begin + size
+            return {"num_embeddings": size, "padding_idx": padding - begin if is_here else None}
+        return {}
 
-    def of_tokens(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: A002
-        elsewhere = _of_other_ranks(input, counts, rank)
-        rows = inner((input - begin).masked_fill(elsewhere, 0), *args, **kwargs)
-        return joint(rows.masked_fill(elsewhere.unsqueeze(-1), 0))
-
-    attributes: dict[str, Any] = {}
-    if word in ("column", "packed_column", "column_gathered"):
-        attributes = {"out_features": layer.get_parameter("weight").shape[0]}
-    elif word in ("row", "rowwise_split_input"):
-        attributes = {"in_features": end - begin, "forward": of_rows}
-    elif word == "vocab":
-        padding: Any = layer.padding_idx
-        padding_idx = padding - begin if padding is not None and begin <= padding < end else None
-        attributes = {"num_embeddings": end - begin, "padding_idx": padding_idx, "forward": of_tokens}
-    if word in ("column_gathered", "moe_tp_experts"):
-        attributes["forward"] = joined
-    for attribute, value in attributes.items():
-        setattr(layer, attribute, value)
+    def forward_of(self, view: Module, rank: int) -> CutForward:
+        """Return the forward of a rank's view of the layer, which has the rank's part of its Parameters."""
+        word, joint = self._word, self._joint
+        if "forward" in view.__dict__:
+            inner = view.__dict__["forward"]
+            inner = WeakMethod(inner) if isinstance(inner, MethodType) else inner
+        else:  # without a reference to the view, which will refer to it
+            view_ref, function = weakref.ref(view), type(view).forward
+            inner = lambda *args, **kwargs: function(view_ref(), *args, **kwargs)  # noqa: E731
+        if word == "vocab":
+            return CutForward(_of_tokens, joint, inner, self._counts, rank)
+        if word in ("row", "rowwise_split_input"):
+            part = None if word == "row" else self._parts[rank]
+            return CutForward(_of_rows, joint, inner, view._parameters, part)
+        return CutForward(_joined, joint, inner)
 
 
 def decided(place: str, decide: Callable[[], Any]) -> Any:
     """Return a nest that rank 0 alone makes; tensors on this rank's device."""
-    lane = current_lane() or _no_lane(place)
+    lane = current_lane() or no_lane(place)
     devices = lane.run.team.devices
 
     def of_first(_: Run, values: list[Any]) -> list[Any]:
@@ -212,95 +245,3 @@ def decided(place: str, decide: Callable[[], Any]) -> Any:
 
     came = place, None if lane.rank else decide(), torch.is_grad_enabled(), lane.run
     return lane.meet(_KEY, came, partial(_together, of_first))
-
-
-class DrawnAlone:
-    """Whether ranks have drawn random numbers each for itself, from the generators of these devices.
-
-    Attributes:
-        on: the first device found on which they have; ``None``: none.
-        for_all: rank 0 has drawn for all.
-    """
-
-    def __init__(self, devices: Sequence[torch.device]) -> None:
-        self.on: torch.device | None = None
-        self.for_all, self._states = False, _states_of(devices)
-
-    def look(self) -> None:
-        """Compare the generators with their states at the last look, or after rank 0's last draw."""
-        now = _states_of(self._states)
-        drew = (each for each, state in now.items() if not torch.equal(state, self._states[each]))
-        self.on, self._states = self.on or next(drew, None), now
-
-    def drawn_for_all(self, draw: Callable[[], Any]) -> Any:
-        """Draw in rank 0 for all ranks, and return the result."""
-        self.look()
-        result = draw()
-        self.for_all, self._states = True, _states_of(self._states)
-        return result
-
-
-def _states_of(devices: Collection[torch.device]) -> dict[torch.device, torch.Tensor]:
-    host = torch.device("cpu")
-    return numbers_of(devices) | ({host: torch.get_rng_state()} if host in devices else {})
-
-
-class _AfterDraw:
-    """The generators of rank 0 after a draw for all ranks, which go on from there: a layer may draw next."""
-
-    def __init__(self) -> None:
-        self._on_cpu, self._device = current_generator().get_state(), _device_of_lane()
-        self._here = numbers_of([self._device]).get(self._device)
-
-    def follow(self) -> None:
-        """Put this rank's own generators in the same states."""
-        if current_stream() is not None:  # otherwise all ranks have one
-            current_generator().set_state(self._on_cpu)
-        device = _device_of_lane()
-        if self._here is not None and device.type == self._device.type and device != self._device:
-            torch.get_device_module(device).set_rng_state(self._here, device)
-
-
-def _device_of_lane() -> torch.device:
-    lane = current_lane() or _no_lane("random numbers")
-    return lane.run.team.devices[lane.rank]
-
-
-class MetDraws(TorchFunctionMode):
-    """Let rank 0 draw random numbers for all ranks, in calls of torch's functions by name."""
-
-    def __init__(self, rank: int, drawn: DrawnAlone | None) -> None:
-        super().__init__()
-        self._rank, self._drawn = rank, drawn
-
-    def __enter__(self) -> MetDraws:
-        _push_mode(self)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        _pop_mode()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if name not in _DRAWS:
-            return func(*args, **kwargs)
-        draw = partial(func, *args, **kwargs)
-        draw = draw if self._drawn is None else partial(self._drawn.drawn_for_all, draw)
-        result, after = decided(name, lambda: (draw(), _AfterDraw()))
-        if self._rank:
-            after.follow()
-        if name.endswith("_") and self._rank:
-            return args[0].copy_(result)
-        return result
-
-
-_DRAWS = frozenset(
-    f"{name}{end}"
-    for name in (
-        *("multinomial", "bernoulli", "rand", "randn", "randint", "randperm", "normal", "poisson", "rand_like"),
-        *("randn_like", "randint_like", "uniform", "exponential", "geometric", "cauchy", "log_normal", "random"),
-    )
-    for end in ("", "_")
-)
-"""Names of the functions and methods that draw."""

@@ -1,8 +1,8 @@
 """The ranks' views of the module that a TensorParallel was given: made in each call, of the module as it is then.
 
 A view has its rank's parts of the Parameters that are cut and copies of all else, attributes that say how large a part
-is, and forwards that meet those of the other ranks.  Values that the forward assigns stay: the module has rank 0's, and each
-of the other ranks finds its own again in the next call.
+is, and forwards that meet those of the other ranks.  Values that the forward assigns stay: the module has rank 0's, and
+each of the other ranks finds its own again in the next call.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class RankViews:
                 modules[0].__dict__["forward"] = rewired(self._own_forward, others)
 
     def keep(self, views: Sequence[Sequence[Module]], of_first: StandIns) -> None:
-        """Keep the values that the forward has assigned: the module has rank 0's, the others theirs in the next call."""
+        """Keep the values that the forward has assigned: rank 0's in the module, the others' for the next call."""
         if not of_first.are_as_before:
             assigned = of_first.assigned()
             of_first.keep(lambda _, before, now: type(before) is not CutForward)

@@ -197,7 +197,7 @@ class PipelineRun:
 
     def _run_lanes(self, *, in_caller: bool, learns: bool = False) -> None:
         lanes, devices = len(self._arguments), self.placement.devices
-        team = Team.of(["cpu"] * lanes)
+        team = Team.of_lanes(lanes)
         if in_caller:
             self.turns = [0] * len(devices)
         is_plain = min(lanes, len(devices)) == 1 or CallerContext(team.devices).serialize

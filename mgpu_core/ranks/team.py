@@ -53,6 +53,11 @@ class Team:
         known = _known(devices)
         return _find(as_devices(devices)) if known is None else known
 
+    @staticmethod
+    def of_lanes(count: int) -> Team:
+        """Return the team of lanes that belong to no device: each goes to the devices that it works on."""
+        return _find((torch.device("cpu"),) * count)
+
     def __len__(self) -> int:
         return len(self.devices)
 

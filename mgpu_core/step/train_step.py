@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from mgpu_core._core import ReentrancyGuard
 from mgpu_core.comm.buckets import DEFAULT_NBYTES
 from mgpu_core.devices.devices import DeviceLike
-from mgpu_core.devices.time_limits import time_limit
 from mgpu_core.errors import Error
 from mgpu_core.ranks.compiled import outside_the_compiler
 from mgpu_core.step.arguments import check_device, check_optimizer, checked_options, warn_of_options
@@ -32,6 +31,7 @@ from mgpu_core.step.process_sums import ProcessSums
 from mgpu_core.step.ranks import Ranks
 from mgpu_core.step.reducer import Reducer, gradients_of
 from mgpu_core.step.split_plan import SplitPlan, StepPlan
+from mgpu_core.step.standing import Standing
 from mgpu_core.step.update import Update
 from mgpu_core.step.window import Window, joined_aux
 from mgpu_core.support.null_context import NULL_CONTEXT
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 __all__ = ["TrainStep"]
 
 _NOT_SHOWN = ("process_group", "error_if_nonfinite")  # which do not keep their default
-_CLOSED = RuntimeError, "this step was closed"
 _Result: TypeAlias = tuple[torch.Tensor, Any, dict[str, torch.Tensor]]  # loss, outputs, further numbers
 
 
@@ -178,7 +177,7 @@ class TrainStep:
         self._options, self._loss_scale = options, LossScale(amp_dtype)
         self._communication = Communication(options, self._processes)  # a hook in it outlives a rebuild
         self._keeps_accumulating = False
-        self._refusal: tuple[type[Exception], str] | None = None
+        self._standing = Standing(self._processes)
         self._build(steps=0)
         self._watch = LossWatch(options, is_exact=self._passes.losses.are_exact)
         warn_of_options(options)
@@ -265,8 +264,8 @@ class TrainStep:
 
     def _step(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], return_outputs: bool, aux: bool) -> _Result:
         """Make a step; all of it happens, or nothing."""
-        if self._refusal is not None:
-            self._check_ready()
+        if self._standing.refusal is not None:
+            self._standing.check()
         try:
             self._follow_module(updates=True)
             options, passes, update, gradients = self._options, self._passes, self._update, self._gradients
@@ -298,17 +297,11 @@ class TrainStep:
                 update.commit(options)
             return loss, outputs, numbers
         except BaseException as error:
-            self._give_up()
+            self._standing.give_up(self._ranks, self._gradients, self._update)
             hint = "" if kwargs else way_to_pass(inputs)
             if isinstance(error, TypeError | AttributeError) and hint not in str(error):
                 error.add_note(hint)
             raise
-
-    def _check_ready(self) -> None:
-        """Raise why no step can be made, if that is so."""
-        if self._refusal is not None:
-            kind, reason = self._refusal
-            raise kind(reason)
 
     def _follow_module(self, *, updates: bool) -> None:
         """Bring all ranks up to the module as it is now; a module with other parameters has everything made anew.
@@ -336,33 +329,6 @@ class TrainStep:
         if self._update.follow(updates=updates) and self._captured is not None:
             self._captured.graphs.clear()
 
-    def _give_up(self) -> None:
-        """Wait for ranks that are still at work, and drop the gradients of the calls since the last update."""
-        self._gradients.cancel()
-        if self._ranks_have_ended():
-            if self._processes is not None:
-                self._processes.abandon()
-            self._update.restore()
-            self._refuse_if(self._update.broken)
-
-    def _ranks_have_ended(self) -> bool:
-        """Wait, after a failure, for ranks that are still at work; where one does not end, the step is broken."""
-        seconds = time_limit()
-        self._refuse_if("a rank may still be at work in a step that was given up")  # Ctrl-C may come again
-        have_ended = self._ranks.stop(seconds)
-        if not have_ended:
-            self._refuse_if(f"a rank was still at work {seconds:g} s after its step had failed")
-        return have_ended
-
-    def _refuse_if(self, broken: str | None) -> None:
-        """Keep why no further step can be made: ``broken``, or a failure between processes, or the end."""
-        if self._refusal == _CLOSED:
-            return
-        if self._processes is not None and self._processes.broken is not None:
-            self._refusal = Error, self._processes.broken
-        else:
-            self._refusal = None if broken is None else (Error, f"{broken}: call step.rebuild(), or make a new one")
-
     def plan(self) -> StepPlan:
         """Return the plan of each rank: its device, share of the rows, rows in the last call, how it runs, and why."""
         return self._split_plan.table(self._ranks.workers)
@@ -373,7 +339,7 @@ class TrainStep:
         The module is used as it is: call ``net.eval()`` before.
         """
         with self._guard:
-            self._check_ready()
+            self._standing.check()
             with tracer.span("evaluate"):
                 loss, outputs, numbers = self._evaluate(inputs, kwargs, return_outputs, aux)
         return _returned(loss, outputs, numbers, return_outputs, aux)
@@ -386,8 +352,8 @@ class TrainStep:
                 losses, weighed, rank_outputs = self._passes.run(None, parts, rows, inputs, keep_outputs)
                 outputs = self._passes.joined(rank_outputs, rows) if keep_outputs else None
             except BaseException:
-                if self._ranks_have_ended():
-                    self._refuse_if(None)
+                if self._standing.have_ended(self._ranks):
+                    self._standing.refuse(None)
                 raise
             loss = Window(self.reduction, 1).add(weighed, losses, self.team.devices[0])
             return loss, outputs, joined_aux(losses, weighed, self.reduction) if aux else {}
@@ -406,7 +372,7 @@ class TrainStep:
             Both numbers, and whether they agree; or why that could not be judged.
         """
         with self._guard:
-            self._check_ready()
+            self._standing.check()
             if self.loss_fn is None or self._passes.gathers:
                 return LossCheck(None, reason="there is no loss function that is called per rank")
             self._follow_module(updates=False)
@@ -419,7 +385,7 @@ class TrainStep:
         there were any.
         """
         with self._guard:
-            self._check_ready()
+            self._standing.check()
             if not self._update.window.calls:
                 return False
             with tracer.span("train_step"):
@@ -428,7 +394,7 @@ class TrainStep:
                     self._gradients.begin(0, overlap=False, goes_on=True)
                     self._update.commit(self._options)
                 except BaseException:
-                    self._give_up()
+                    self._standing.give_up(self._ranks, self._gradients, self._update)
                     raise
         return True
 
@@ -461,7 +427,7 @@ class TrainStep:
         With a ``process_group`` all processes call it, and get the parameters and buffers of process 0.
         """
         with self._guard:
-            self._check_ready()
+            self._standing.check()
             if self._processes is not None:
                 self._processes.send_module(self.module)
             self._ranks.replicas.send_values()
@@ -477,7 +443,7 @@ class TrainStep:
             Error: names the parameter and the rank that differs.
         """
         with self._guard:
-            self._check_ready()
+            self._standing.check()
             self._follow_parameters()
             difference = first_difference(self._ranks.replicas)
         if difference is not None:
@@ -490,7 +456,7 @@ class TrainStep:
     def state_dict(self) -> dict[str, Any]:
         """Return compact copies of module, optimizer and random numbers, for a step of any number of ranks."""
         with self._guard:
-            self._check_ready()
+            self._standing.check()
             counts: dict[str, Any] = {"steps": self.steps, "loss_scale": self.loss_scale.state_dict()}
             counts["shares"] = self._split_plan.measured()
             return state_of(self.module, self.optimizer) | counts
@@ -504,7 +470,7 @@ class TrainStep:
             ValueError: a state that does not fit, before anything is changed.
         """
         with self._guard:
-            self._check_ready()
+            self._standing.check()
             load_state(state, self.module, self.optimizer)
             self._update.steps = int(state["steps"])
             self._loss_scale.load_state_dict(state["loss_scale"])
@@ -515,24 +481,22 @@ class TrainStep:
     def rebuild(self) -> None:
         """Make all parts of the step anew from ``net`` as it is: after a failure, or with ``static_graph``."""
         with self._guard:
-            if self._refusal == _CLOSED:
-                raise RuntimeError(_CLOSED[1])
+            self._standing.check_open()
             check_optimizer(self.optimizer, self.module)
             self._rebuild()
 
     def _rebuild(self) -> None:
         check_device(self.module, self.team)
-        self._refuse_if("it could not be built")
+        self._standing.refuse("it could not be built")
         self._is_built = False  # until all of it is: a failure in between makes the next call build again
         self._leave()
         self._build(self._update.steps)
-        self._refuse_if(None)
+        self._standing.refuse(None)
 
     def close(self) -> None:
         """Give ``net`` and the optimizer memory of their own again, and ends the threads; the step is over."""
         with self._guard:
-            if self._refusal != _CLOSED:
-                self._refusal = _CLOSED
+            if self._standing.close():
                 self._leave()
             self.team.close()
 

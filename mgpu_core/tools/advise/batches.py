@@ -24,5 +24,5 @@ def resized(sample: Sequence[torch.Tensor], rows: int) -> Batch:
 
 def _resized(tensor: torch.Tensor, rows: int) -> torch.Tensor:
     copies = math.ceil(rows / tensor.size(0))
-    found = torch.cat([tensor] * copies)[:rows].clone()
-    return found.pin_memory() if tensor.is_pinned() else found
+    repeated = torch.cat([tensor] * copies)[:rows].clone()
+    return repeated.pin_memory() if tensor.is_pinned() else repeated

@@ -67,8 +67,8 @@ def stopwatch(devices: tuple[torch.device, ...]) -> Stopwatch:
 
 
 def _wait(devices: list[torch.device]) -> None:
-    for each in devices:
-        torch.accelerator.synchronize(each)
+    for device in devices:
+        torch.accelerator.synchronize(device)
 
 
 def steps_a_turn(seconds: float) -> int:
@@ -135,7 +135,7 @@ def contest(
     """
     rows = batch[0].size(0)
     entrants = [_Entrant(name, rows, clock) for name in ways]
-    found: dict[str, list[float]] = {name: [] for name in ways}
+    timings: dict[str, list[float]] = {name: [] for name in ways}
     try:
         report(0.0, f"{rows} rows, warm-up")
         for entrant in entrants:
@@ -147,9 +147,9 @@ def contest(
             for entrant in entrants:
                 seconds = entrant.turn(batch)
                 if seconds is not None:
-                    found[entrant.name].append(seconds)
+                    timings[entrant.name].append(seconds)
         errors = {each.name: each.error for each in entrants}
     finally:
         for entrant in entrants:
             entrant.leave(entrant.error)
-    return [Measurement(name, rows, () if errors[name] else tuple(found[name]), errors[name]) for name in ways]
+    return [Measurement(name, rows, () if errors[name] else tuple(timings[name]), errors[name]) for name in ways]

@@ -161,14 +161,14 @@ def _parts(text: str) -> list[str]:
 
 
 def _plan(
-    found: Found, devices: Sequence[DeviceLike] | None, batches: Sequence[int] | None, args: argparse.Namespace
+    training: Found, devices: Sequence[DeviceLike] | None, batches: Sequence[int] | None, args: argparse.Namespace
 ) -> AdvicePlan:
     """Return the plan; a mistake of the caller becomes one line, whatever its class."""
-    sample: Any = tuple(found.sample) if isinstance(found.sample, list) else found.sample
+    sample: Any = tuple(training.sample) if isinstance(training.sample, list) else training.sample
     try:
         return plan_of(
-            found.net, found.loss_fn, sample, device_ids=devices, batches=batches, optimizer=None,
-            loader=found.loader, repeats=args.repeats, seconds=args.seconds,
+            training.net, training.loss_fn, sample, device_ids=devices, batches=batches, optimizer=None,
+            loader=training.loader, repeats=args.repeats, seconds=args.seconds,
             device_nbytes=_nbytes(args.device_memory),
         )  # fmt: skip
     except TypeError as error:

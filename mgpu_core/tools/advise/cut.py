@@ -22,8 +22,8 @@ def capacity_of(plan: AdvicePlan) -> int | None:
     """Return the bytes of the smallest device: as given, or of the accelerators; ``None``: unknown."""
     if plan.device_nbytes is not None:
         return plan.device_nbytes
-    found = [total_nbytes(each) for each in plan.distinct_devices]
-    return min((nbytes for nbytes in found if nbytes is not None), default=None)
+    capacities = [total_nbytes(each) for each in plan.distinct_devices]
+    return min((nbytes for nbytes in capacities if nbytes is not None), default=None)
 
 
 def recommended_cut(plan: AdvicePlan, memory: Memory, capacity: int) -> Recommendation:
@@ -59,8 +59,8 @@ def _of_layers(net: Module, memory: Memory, capacity: int, why: str) -> Recommen
     The share of the Parameters that a plan cuts is divided, with their gradients and the optimizer's state; what
     autograd keeps counts whole.
     """
-    own = getattr(net, "tp_plan", None)
-    plan = own or suggested_plan(net)
+    tp_plan = getattr(net, "tp_plan", None)
+    plan = tp_plan or suggested_plan(net)
     held, kept = memory.total_nbytes - memory.activations_nbytes, memory.activations_nbytes
     total = sum(each.nbytes for each in net.parameters())
     for ranks in range(2, _MOST_PARTS + 1):
@@ -71,8 +71,8 @@ def _of_layers(net: Module, memory: Memory, capacity: int, why: str) -> Recommen
         cut = sum(each.nbytes for name, each in net.named_parameters() if name in cuts) / total
         fullest = int(held * (1 - cut + cut / ranks)) + kept
         if fullest <= capacity:
-            given = "" if own else f", {plan}"
-            check = "" if own else "; between a column and a row the module must compute each feature by itself"
+            given = "" if tp_plan else f", {plan}"
+            check = "" if tp_plan else "; between a column and a row the module must compute each feature by itself"
             text = (
                 f"{TENSOR_PARALLEL}: {why} Cut its layers over {ranks} devices, of which the fullest needs about "
                 f"{human_nbytes(fullest)}: tp = mgpu_core.TensorParallel(net, device_ids{given}){check}"

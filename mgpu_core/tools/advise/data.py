@@ -50,12 +50,12 @@ def speedup(medians: Medians, way: str, batch: int) -> float | None:
 
 def best_speedups(medians: Medians) -> dict[int, float]:
     """Return the speed-up of the best other strategy, at each batch that can be compared."""
-    found: dict[int, float] = {}
+    best: dict[int, float] = {}
     for way, batch in medians:
         value = None if way == ONE else speedup(medians, way, batch)
         if value is not None:
-            found[batch] = max(value, found.get(batch, 0.0))
-    return found
+            best[batch] = max(value, best.get(batch, 0.0))
+    return best
 
 
 @dataclass(frozen=True)

@@ -39,13 +39,13 @@ def record_steps(plan: AdvicePlan, batch: Batch) -> Traced:
             way.step(batch)
         peaks.begin()
         way.step(batch)
-        found = peaks.found()
+        peak_nbytes = peaks.found()
         with explain() as trace:
             for _ in range(_RECORDED):
                 way.step(batch)
     ordered = sorted(trace.steps, key=lambda step: step.end_ns - step.begin_ns)
     step = ordered[len(ordered) // 2]
-    return Traced(shares_of(times_of(step)), found)
+    return Traced(shares_of(times_of(step)), peak_nbytes)
 
 
 class Peaks:

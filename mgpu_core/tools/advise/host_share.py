@@ -62,12 +62,12 @@ def measured_share(plan: AdvicePlan) -> HostShare:
     device = plan.devices[0]
     rows = math.ceil(plan.rows / len(plan.devices))
     with torch.cuda.device(device), closing(Loop(plan, lambda net: net)) as way:
-        few, own = (_on(device, resized(plan.sample, count)) for count in (min(rows, _FEW_ROWS), rows))
+        few, full = (_on(device, resized(plan.sample, count)) for count in (min(rows, _FEW_ROWS), rows))
         for _ in range(way.warm_up):
             way.step(few)
-            way.step(own)
+            way.step(full)
         asked = [_asked(way, few, device) for _ in range(_REPEATS)]
-        device_time = DeviceTime(lambda: way.step(own))
+        device_time = DeviceTime(lambda: way.step(full))
         needed = [device_time() for _ in range(_REPEATS)]
     forward_s, backward_s = (median(each) for each in zip(*asked, strict=True))
     return HostShare(rows, forward_s, backward_s, median(needed))

@@ -133,12 +133,12 @@ class InferenceAdvice:
     @property
     def lines(self) -> Lines:
         """The text, with its table."""
-        one, own = f"one row, {self.callers} callers", f"{self.rows} rows, 1 caller"
+        one, whole = f"one row, {self.callers} callers", f"{self.rows} rows, 1 caller"
         has_own = any(way.own is not None for way in self.ways)
         head = ["way", "one row: rows/s", "p50", "p99", *([f"{self.rows} rows: rows/s", "p50", "p99"] * has_own)]
         rows = [[way.name, *_cells(way.one_row), *(_cells(way.own) * has_own)] for way in self.ways if not way.error]
         return [
-            f"{self.net}, bare and in a Predictor on {', '.join(self.devices)}: {one}{f'; then {own}' * has_own}",
+            f"{self.net}, bare and in a Predictor on {', '.join(self.devices)}: {one}{f'; then {whole}' * has_own}",
             ", ".join(f"{name} {value}" for name, value in self.environment.items()),
             "",
             Table([head, *rows]),
@@ -208,8 +208,8 @@ def advise_inference(
                 break
             report(number / len(ways) / _TURNS, f"turn {number // len(ways) + 1} of {_TURNS}: {way.name}")
             try:
-                one_row, own = _measured(way, net, call, rows, devices, callers, part)
-                way.one_row, way.own = _better(way.one_row, one_row), own and _better(way.own, own)
+                one_row, whole_batch = _measured(way, net, call, rows, devices, callers, part)
+                way.one_row, way.own = _better(way.one_row, one_row), whole_batch and _better(way.own, whole_batch)
             except Exception as error:
                 way.error, way.one_row, way.own = first_line(error), None, None
     return InferenceAdvice(
@@ -235,8 +235,8 @@ def _measured(
         one = asked_for(lambda: predict(*one_row[0], **one_row[1]), 1, callers, seconds)
         if rows == 1:
             return one, None
-        own = asked_for(lambda: predict(*call[0], **call[1]), rows, 1, seconds)
-        return one, Load(rows * _mapped(predict, call, seconds), own.p50_s, own.p99_s)
+        whole_batch = asked_for(lambda: predict(*call[0], **call[1]), rows, 1, seconds)
+        return one, Load(rows * _mapped(predict, call, seconds), whole_batch.p50_s, whole_batch.p99_s)
 
 
 def _call_bare(net: Module, call: Call, device: torch.device) -> None:
@@ -260,14 +260,14 @@ def asked_for(ask: Callable[[], object], rows: int, callers: int, seconds: float
     begin = time.perf_counter()
 
     def caller() -> list[float]:
-        found: list[float] = []
+        latencies: list[float] = []
         before = time.perf_counter()
-        while len(found) < 3 or before < begin + seconds:
+        while len(latencies) < 3 or before < begin + seconds:
             ask()
             now = time.perf_counter()
-            found.append(now - before)
+            latencies.append(now - before)
             before = now
-        return found
+        return latencies
 
     with ThreadPoolExecutor(callers) as pool:
         futures = [pool.submit(caller) for _ in range(callers)]

@@ -29,7 +29,7 @@ def loader_seconds(
     """
     size = max(1, int(getattr(loader, "num_workers", 0) or 0))
     batches = iter(loader)
-    found: list[float] = []
+    group_seconds: list[float] = []
     for number in range(_GROUPS + 1):
         begin, counts = now(), []
         for batch in batches:
@@ -39,12 +39,12 @@ def loader_seconds(
         if len(counts) < size:
             break
         if number:
-            found.append((now() - begin) / sum(counts) * rows)
-        if found and budget.left <= 0:
+            group_seconds.append((now() - begin) / sum(counts) * rows)
+        if group_seconds and budget.left <= 0:
             break
-    if not found:
+    if not group_seconds:
         raise ValueError(f"the loader has too few batches to be measured: wanted {2 * size} or more")
-    return median(found)
+    return median(group_seconds)
 
 
 def rows_of(batch: object) -> int | None:

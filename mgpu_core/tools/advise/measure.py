@@ -142,9 +142,9 @@ def _contests(plan: AdvicePlan, budget: Budget, clock: Stopwatch, findings: _Fin
             return
         batch = resized(plan.sample, rows)
         part = within(report, index, len(ordered))
-        found = contest(makers(plan), batch, plan.repeats, budget.part(len(ordered) - index), clock, part)
-        findings.measurements += found
-        rounds = max(len(each.seconds) for each in found)
+        measurements = contest(makers(plan), batch, plan.repeats, budget.part(len(ordered) - index), clock, part)
+        findings.measurements += measurements
+        rounds = max(len(each.seconds) for each in measurements)
         if 0 < rounds < plan.repeats:
             findings.notes.append(f"{rounds} repeats instead of {plan.repeats} with {rows} rows: the time was up")
 
@@ -158,14 +158,14 @@ def _concluded(
     host: HostShare | None = None,
     recommendation: Recommendation | None = None,
 ) -> Advice:
-    measurements = tuple(sorted(findings.measurements, key=lambda each: each.batch))
+    measurements = tuple(sorted(findings.measurements, key=lambda measurement: measurement.batch))
     medians = {(each.way, each.batch): each.median_s for each in measurements if each.median_s is not None}
-    own = {way: seconds for (way, batch), seconds in medians.items() if batch == plan.rows}
+    seconds_by_way = {way: seconds for (way, batch), seconds in medians.items() if batch == plan.rows}
     reason = reason_of(
         None if seen is None else seen.shares,
         ranks=len(plan.devices),
         device_count=len(plan.distinct_devices),
-        best_s=min(own.values(), default=None),
+        best_s=min(seconds_by_way.values(), default=None),
         loader_s=loader_s,
     )
     return Advice(
@@ -180,7 +180,7 @@ def _concluded(
         reason=reason,
         recommendation=recommendation
         or recommend(
-            own,
+            seconds_by_way,
             gpus=sum(each.type == "cuda" for each in plan.distinct_devices),
             host=host,
             loader_s=loader_s,

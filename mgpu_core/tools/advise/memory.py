@@ -45,15 +45,15 @@ class Memory:
 def count_memory(plan: AdvicePlan, part: Batch) -> Memory:
     """Count over one step of a copy of the net, on a rank's share of the batch; ``peaks`` is empty."""
     with closing(Loop(plan, lambda net: net)) as way:
-        own = [*way.net.parameters(), *way.net.buffers()]
-        saved = SavedTensors(own)
+        model_tensors = [*way.net.parameters(), *way.net.buffers()]
+        saved = SavedTensors(model_tensors)
         with saved:
             loss = way.loss(part)
         loss.backward()
         way.optimizer.step()
         gradients = [each.grad for each in way.net.parameters() if each.grad is not None]
         state = [each for each in tree_leaves(list(way.optimizer.state.values())) if isinstance(each, torch.Tensor)]
-        return Memory(_nbytes(own), _nbytes(gradients), _nbytes(state), saved.nbytes)
+        return Memory(_nbytes(model_tensors), _nbytes(gradients), _nbytes(state), saved.nbytes)
 
 
 def _nbytes(tensors: Iterable[torch.Tensor]) -> int:

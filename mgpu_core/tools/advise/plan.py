@@ -135,14 +135,14 @@ def _check_sample(sample: object, *, with_target: bool) -> None:
     wanted = "(inputs..., target)" if with_target else "(inputs...)"
     if not isinstance(sample, tuple | list) or not sample:
         raise TypeError(f"sample must be a tuple of tensors, {wanted} of one batch, not {_described(sample)}")
-    for index, each in enumerate(sample):
-        if not isinstance(each, torch.Tensor) or each.dim() == 0:
-            raise TypeError(f"sample[{index}] must be a tensor with rows along dimension 0, not {_described(each)}")
+    for index, value in enumerate(sample):
+        if not isinstance(value, torch.Tensor) or value.dim() == 0:
+            raise TypeError(f"sample[{index}] must be a tensor with rows along dimension 0, not {_described(value)}")
     if with_target and len(sample) < 2:
         raise ValueError("sample has no target: wanted (inputs..., target); loss_fn=None if the module gives the loss")
-    for index, each in enumerate(sample):
-        if each.size(0) != sample[0].size(0):
-            shapes = f"sample[0] has shape {tuple(sample[0].shape)}, sample[{index}] {tuple(each.shape)}"
+    for index, tensor in enumerate(sample):
+        if tensor.size(0) != sample[0].size(0):
+            shapes = f"sample[0] has shape {tuple(sample[0].shape)}, sample[{index}] {tuple(tensor.shape)}"
             raise ValueError(f"the sample's tensors differ in their number of rows: {shapes}")
 
 
@@ -161,10 +161,10 @@ def _check_repeats(repeats: object, seconds: object) -> None:
 
 
 def _sizes(batches: Sequence[int], rows: int, ranks: int) -> tuple[int, ...]:
-    for each in batches:
-        if not _is_whole(each) or each < ranks:
+    for size in batches:
+        if not _is_whole(size) or size < ranks:
             raise ValueError(
-                f"a batch must be a whole number of rows, at least one for each of {ranks} ranks: {each!r}"
+                f"a batch must be a whole number of rows, at least one for each of {ranks} ranks: {size!r}"
             )
     return tuple(sorted({*batches, rows}))
 

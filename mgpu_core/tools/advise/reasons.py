@@ -63,19 +63,19 @@ def reason_of(
         return Reason(INPUT, f"loading a batch takes {loader_s / best_s:.2g} times as long as the best step")
     if shares is None:
         return Reason(UNKNOWN, "no step over all ranks could be recorded")
-    found = {
+    costs = {
         COMMUNICATION: shares.exposed_share,
         LAUNCH: shares.overhead_share + (shares.compute_share if is_launch_bound(shares) else 0.0),
         IMBALANCE: shares.waiting_share,
         UPDATE: shares.update_share,
     }
-    name = max(found, key=found.__getitem__)
+    name = max(costs, key=costs.__getitem__)
     shared = (
         f"; {ranks} ranks share {device_count} {'device' if device_count == 1 else 'devices'}"
         if device_count < ranks
         else ""
     )
-    if found[name] < NOTABLE:
+    if costs[name] < NOTABLE:
         return Reason(COMPUTE, f"some rank computes in {shares.compute_share:.0%} of the step{shared}")
     return Reason(name, _text(name, shares) + shared)
 

@@ -43,8 +43,8 @@ class Advice(AdviceData):
         """Return all numbers, indented for people; medians and speed-ups next to the samples."""
         content: dict[str, Any] = {"format": FORMAT} | asdict(self)
         content["environment"] = dict(self.environment)
-        for each, told in zip(self.measurements, content["measurements"], strict=True):
-            told |= {"median_s": each.median_s, "speedup": self.speedup(each.way, each.batch)}
+        for measurement, told in zip(self.measurements, content["measurements"], strict=True):
+            told |= {"median_s": measurement.median_s, "speedup": self.speedup(measurement.way, measurement.batch)}
         return json.dumps(content, indent=2, allow_nan=False) + "\n"
 
     @classmethod

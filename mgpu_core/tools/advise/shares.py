@@ -104,14 +104,14 @@ def times_of(step: Step) -> Times:
 def _of_sums(step: Step, span: Span) -> list[Interval]:
     """When the devices summed, which may be later than the host's span; that one where no collective was made."""
     inside = [
-        each
-        for each in step.collectives
-        if each.thread == span.thread
-        and span.host_begin_ns <= each.host_begin_ns
-        and each.host_end_ns <= span.host_end_ns
+        call
+        for call in step.collectives
+        if call.thread == span.thread
+        and span.host_begin_ns <= call.host_begin_ns
+        and call.host_end_ns <= span.host_end_ns
     ]
-    found = [times for each in inside for times in each.times.values()]
-    return found or [(span.begin_ns, span.end_ns)]
+    intervals = [times for call in inside for times in call.times.values()]
+    return intervals or [(span.begin_ns, span.end_ns)]
 
 
 def _launch_ratio(spans: Sequence[Span]) -> float | None:

@@ -33,13 +33,13 @@ def makers(plan: AdvicePlan) -> dict[str, Callable[[], Way]]:
 
     One rank alone has nothing to split: there the drop-in is the plain loop.  Graphs are for GPUs.
     """
-    found: dict[str, Callable[[], Way]] = {ONE: lambda: Loop(plan, lambda net: net)}
+    ways: dict[str, Callable[[], Way]] = {ONE: lambda: Loop(plan, lambda net: net)}
     if len(plan.devices) > 1:
-        found[DROP_IN] = lambda: Loop(plan, lambda net: DataParallel(net, plan.devices))
-    found[ENGINE] = lambda: StepEngine(plan)
+        ways[DROP_IN] = lambda: Loop(plan, lambda net: DataParallel(net, plan.devices))
+    ways[ENGINE] = lambda: StepEngine(plan)
     if [each.type for each in plan.distinct_devices] == [GRAPH_DEVICE]:  # several devices go the ordinary way
-        found[CAPTURED] = lambda: StepEngine(plan, capture=True)
-    return found
+        ways[CAPTURED] = lambda: StepEngine(plan, capture=True)
+    return ways
 
 
 def first_line(error: BaseException) -> str:
@@ -55,9 +55,9 @@ def copied(module: Any, device: torch.device) -> Any:
     """Return a deep copy on ``device``, without gradients; objects other than modules are shared."""
     if not isinstance(module, Module):
         return module
-    found = copy_module(module)
-    found.zero_grad(set_to_none=True)
-    return module_to(found, device)
+    copy = copy_module(module)
+    copy.zero_grad(set_to_none=True)
+    return module_to(copy, device)
 
 
 class Way:

@@ -107,12 +107,12 @@ def _memory(memory: Memory) -> list[str]:
 
 def spread(measurements: Sequence[Measurement]) -> float:
     """Width of the middle half of a measurement's samples over their median: of the middle one of all measurements."""
-    found = []
-    for each in measurements:
-        if len(each.seconds) >= 3:
-            low, middle, high = quantiles(each.seconds, n=4, method="inclusive")
-            found.append((high - low) / middle if middle else 0.0)
-    return median(found) if found else 0.0
+    widths = []
+    for measurement in measurements:
+        if len(measurement.seconds) >= 3:
+            low, middle, high = quantiles(measurement.seconds, n=4, method="inclusive")
+            widths.append((high - low) / middle if middle else 0.0)
+    return median(widths) if widths else 0.0
 
 
 def _noise(measurements: Sequence[Measurement]) -> list[str]:

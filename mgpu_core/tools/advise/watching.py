@@ -56,7 +56,7 @@ class Watch:
 
     def best(self) -> Watched | None:
         """Return the net that was called most often; of equals the first."""
-        return max(self._seen.values(), key=lambda each: each.count, default=None)
+        return max(self._seen.values(), key=lambda watched: watched.count, default=None)
 
     def note(self, net: Module, call: Call) -> None:
         """Count one call."""

@@ -59,11 +59,11 @@ class LlamaTask:
         logits: torch.Tensor = output.logits
         return logits.detach()
 
-    def wrong(self, found: torch.Tensor, salt: int) -> int:
+    def wrong(self, computed: torch.Tensor, salt: int) -> int:
         """Return how many values are not those of the model alone."""
         net = self.network()
         wanted = self.compute(net, net.generate, self.tokens(salt))
-        return int((~torch.isclose(found, wanted, rtol=1e-3, atol=1e-4)).sum())
+        return int((~torch.isclose(computed, wanted, rtol=1e-3, atol=1e-4)).sum())
 
 
 def _transformers() -> Any:

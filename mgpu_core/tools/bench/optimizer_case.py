@@ -108,7 +108,7 @@ class Optimizing:
     def wrong(self) -> int:
         flat = self._flat
         parameters, gradients = (
-            torch.empty_like(each, dtype=torch.float64) for each in (flat.parameters, flat.gradients)
+            torch.empty_like(tensor, dtype=torch.float64) for tensor in (flat.parameters, flat.gradients)
         )
         states = [torch.empty_like(each, dtype=torch.float64) for each in flat.states]
         truth = Flat(parameters, gradients, states, flat.segments.clone(), flat.groups)

@@ -106,10 +106,10 @@ def _compared(case: str, results: Sequence[Result]) -> Lines:
     several = varying(labels)
     lines = [["machine", *several, f"ours ({results[0].unit})", *(f"{peer}/ours" for peer in peers)]]
     for result, row in rows:
-        own = [show_label(name, row.labels[name]) if name in row.labels else "" for name in several]
+        label_cells = [show_label(name, row.labels[name]) if name in row.labels else "" for name in several]
         ours = significant(median(row.seconds[OURS]) * PER_SECOND[result.unit]) + " *" * row.busy
         ratios = [f"{row.ratios()[peer]:.2f}" if peer in row.seconds else "" for peer in peers]
-        lines.append([_machine(result), *own, ours, *ratios])
+        lines.append([_machine(result), *label_cells, ours, *ratios])
     notes = _notes_on([row for _, row in rows])
     parts: Lines = [f"### {TITLES.get(case, case)}", in_all_rows(labels), Table(lines, markdown=True), notes]
     return [each for part in parts if part != "" for each in (part, "")]

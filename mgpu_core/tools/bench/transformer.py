@@ -139,6 +139,6 @@ class OwnStage(OwnNetwork):
         """Wrong parameters of this stage after one step."""
         self._begin(salt)
         self._step()
-        own = list(self._network.parameters())
-        names = self._names[: len(own)] if self._rank == 0 else self._names[-len(own) :]
-        return wrong_values(self._task, dict(zip(names, own, strict=True)), salt)
+        parameters = list(self._network.parameters())
+        names = self._names[: len(parameters)] if self._rank == 0 else self._names[-len(parameters) :]
+        return wrong_values(self._task, dict(zip(names, parameters, strict=True)), salt)

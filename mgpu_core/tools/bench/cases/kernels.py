@@ -101,10 +101,10 @@ def _norming(task: Task) -> Moving:
     """Compare with the exact sum of squares, in float64; torch adds them up in float32, hence the tolerance."""
     (flat,) = _empty(task, task.count)
     tensors = list(flat.split(list(task.counts)))
-    norm, made = FlatNorm(tensors), [torch.empty((), device=task.device)]
+    norm, outputs = FlatNorm(tensors), [torch.empty((), device=task.device)]
 
     def keep(way: Callable[[], torch.Tensor]) -> None:
-        made[0] = way()  # ours lies in the same memory at every call
+        outputs[0] = way()  # ours lies in the same memory at every call
 
     ways: dict[str, Callable[[], torch.Tensor]] = {
         OURS: norm.compute,  # as a step that clips does: of tensors that were looked at once
@@ -112,7 +112,7 @@ def _norming(task: Task) -> Moving:
         "foreach_norm": lambda: torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors))),
     }
     sides = {who: partial(keep, way) for who, way in ways.items()}
-    return Moving(4 * task.count, [flat], made, sides, lambda: flat.double().square().sum().sqrt(), tolerance=1e-4)
+    return Moving(4 * task.count, [flat], outputs, sides, lambda: flat.double().square().sum().sqrt(), tolerance=1e-4)
 
 
 def _sgd_truth(flat: Flat) -> None:

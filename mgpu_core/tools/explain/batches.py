@@ -62,28 +62,28 @@ class Server:
 
 def batches_of(step: Step) -> list[BatchRun]:
     """Return the batches of a step, by the time at which they left the queue."""
-    enclosing, numbers, found = Enclosing(step.spans), dict[int, int](), []
-    for each in step.served:
-        span = enclosing.span(each.thread, "batch", each.host_begin_ns)
+    enclosing, numbers, runs = Enclosing(step.spans), dict[int, int](), []
+    for run in step.served:
+        span = enclosing.span(run.thread, "batch", run.host_begin_ns)
         if span is not None:
-            number = numbers.setdefault(each.predictor, len(numbers))
+            number = numbers.setdefault(run.predictor, len(numbers))
             times = span.host_begin_ns, span.begin_ns, span.end_ns
-            found.append(BatchRun(number, each.rank, each.devices, each.rows, each.requests, each.waited_ns, *times))
-    return sorted(found, key=lambda each: each.launched_ns)
+            runs.append(BatchRun(number, run.rank, run.devices, run.rows, run.requests, run.waited_ns, *times))
+    return sorted(runs, key=lambda batch: batch.launched_ns)
 
 
 def servers_of(batches: list[BatchRun]) -> list[Server]:
     """Return all ranks of the predictors that ran batches, by predictor and rank."""
-    found, count = [], 1 + max((batch.predictor for batch in batches), default=-1)
+    servers, count = [], 1 + max((batch.predictor for batch in batches), default=-1)
     for predictor in range(count):
         team = [batch for batch in batches if batch.predictor == predictor]
         length = max(each.end_ns for each in team) - min(each.begin_ns for each in team)
         for rank, device in enumerate(team[0].devices):
-            own = [batch for batch in team if batch.rank == rank]
-            idle = 1 - covered((each.begin_ns, each.end_ns) for each in own) / length if length else 0.0
+            rank_batches = [batch for batch in team if batch.rank == rank]
+            idle = 1 - covered((each.begin_ns, each.end_ns) for each in rank_batches) / length if length else 0.0
             name = f"rank {rank} ({device})"
-            found.append(Server(f"predictor {predictor}, {name}" if count > 1 else name, own, idle))
-    return found
+            servers.append(Server(f"predictor {predictor}, {name}" if count > 1 else name, rank_batches, idle))
+    return servers
 
 
 def served_times(batches: list[BatchRun]) -> tuple[int, int]:
@@ -107,11 +107,11 @@ def inference_data(step: Step) -> dict[str, Any] | None:
         "ranks": [each.name for each in servers],
         "batches": [
             {
-                "row": row_of[id(each)], "rows": each.rows, "requests": each.requests,
-                "asked": us(each.asked_ns), "launched": us(each.launched_ns),
-                "begin": us(each.begin_ns), "end": us(each.end_ns),
+                "row": row_of[id(batch)], "rows": batch.rows, "requests": batch.requests,
+                "asked": us(batch.asked_ns), "launched": us(batch.launched_ns),
+                "begin": us(batch.begin_ns), "end": us(batch.end_ns),
             }
-            for each in drawn
+            for batch in drawn
         ],
         "left_out": len(batches) - len(drawn),
     }  # fmt: skip

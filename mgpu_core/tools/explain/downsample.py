@@ -43,15 +43,15 @@ def _of(every: Sequence[dict[str, Any]], kept: set[int] | None) -> list[dict[str
 def _scenes(scenes: Sequence[Scene], kept: set[int] | None, most: int) -> list[Scene]:
     """Return the scenes that are kept, in the same order."""
     calls: list[list[Scene]] = []
-    for each in scenes:
-        if each["kind"] == "round" and each["round"] > 0 and calls:
-            calls[-1].append(each)
-        elif each["kind"] == "round":
-            calls.append([each])
+    for scene in scenes:
+        if scene["kind"] == "round" and scene["round"] > 0 and calls:
+            calls[-1].append(scene)
+        elif scene["kind"] == "round":
+            calls.append([scene])
     shown = _ends([call for call in calls if kept is None or call[0]["bucket"] in kept], most)
     others = [_with_ready_of(each, kept) for each in scenes if each["kind"] != "round"]
-    found = [*others, *(each for call in shown for each in _in_short(call, most))]
-    return sorted(found, key=lambda each: (each["begin"], each["order"]))
+    kept_scenes = [*others, *(each for call in shown for each in _in_short(call, most))]
+    return sorted(kept_scenes, key=lambda entry: (entry["begin"], entry["order"]))
 
 
 def _with_ready_of(scene: Scene, kept: set[int] | None) -> Scene:

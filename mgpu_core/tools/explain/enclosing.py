@@ -18,7 +18,7 @@ class Enclosing:
 
     def __init__(self, spans: Iterable[Span]) -> None:
         self._rows: dict[tuple[int, str], list[Span]] = {}
-        for span in sorted(spans, key=lambda each: (each.host_begin_ns, -each.host_end_ns)):
+        for span in sorted(spans, key=lambda event: (event.host_begin_ns, -event.host_end_ns)):
             row = self._rows.setdefault((span.thread, span.step), [])
             if not row or span.host_begin_ns > row[-1].host_end_ns:
                 row.append(span)

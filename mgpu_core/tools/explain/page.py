@@ -110,8 +110,8 @@ def _step_data(step: Step) -> dict[str, Any]:
         "devices": list(step.devices),
         "scenes": scenes_of(step),
         "buckets": [
-            {"bucket": each.bucket, "names": list(each.names), "nbytes": list(each.nbytes)}
-            for each in sorted(step.contents.values(), key=lambda each: each.bucket)
+            {"bucket": contents.bucket, "names": list(contents.names), "nbytes": list(contents.nbytes)}
+            for contents in sorted(step.contents.values(), key=lambda event: event.bucket)
         ],
         "lanes": [] if step.served else _lanes(step),
         "inference": inference_data(step),
@@ -128,8 +128,8 @@ def _lanes(step: Step) -> list[dict[str, Any]]:
     bars = [_bar(step, each.step, each.bucket, each.host_begin_ns, each.host_end_ns) for each in team]
     lanes = [{"name": "host", "bars": bars}]
     for rank, device in enumerate(step.devices):
-        own = [span for span in step.spans if span.rank == rank]
-        bars = [_bar(step, each.step, each.bucket, each.begin_ns, each.end_ns) for each in own]
+        rank_spans = [span for span in step.spans if span.rank == rank]
+        bars = [_bar(step, each.step, each.bucket, each.begin_ns, each.end_ns) for each in rank_spans]
         kind = "stage" if step.schedules else "rank"
         lanes.append({"name": f"{kind} {rank} ({device or 'not seen'})", "bars": bars})
     calls = [

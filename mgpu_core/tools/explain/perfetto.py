@@ -30,11 +30,11 @@ def write_trace(trace: Recorded, path: Path) -> None:
 def trace_of(trace: Recorded) -> dict[str, Any]:
     """Return the trace as one JSON object."""
     tracks = _Tracks()
-    found: list[Event] = []
+    recorded: list[Event] = []
     for step in trace.steps:
-        found += [*step.spans, *step.collectives, *step.marks, *step.served]
+        recorded += [*step.spans, *step.collectives, *step.marks, *step.served]
     begin = min((step.begin_ns for step in trace.steps), default=0)
-    events = [each for event in found for each in _track_events(event, tracks, begin)]
+    events = [each for event in recorded for each in _track_events(event, tracks, begin)]
     return {"traceEvents": [*tracks.names(), *events], "displayTimeUnit": "ns", "otherData": trace.environment}
 
 

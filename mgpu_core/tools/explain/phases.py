@@ -87,13 +87,13 @@ def outside(step: Step, phases: Sequence[Phase]) -> list[Phase]:
     """Return the time of the step that no phase covers, in parts by where it lies; parts of no length are left out."""
     whole = step.end_ns - step.begin_ns
     seen = [(max(begin, step.begin_ns), min(end, step.end_ns)) for each in phases for begin, end in each.times]
-    reached, found = covered(seen), []
+    reached, uncovered = covered(seen), []
     for name, (begin, end) in _outer_parts(step, phases).items():
         seen.append((begin, max(begin, end)))
         before, reached = reached, covered(seen)
         if rest := reached - before:
-            found.append(Phase(name, (), (), (), rest / 1e9, rest / whole, 0, None))
-    return found
+            uncovered.append(Phase(name, (), (), (), rest / 1e9, rest / whole, 0, None))
+    return uncovered
 
 
 def _outer_parts(step: Step, phases: Sequence[Phase]) -> dict[str, Interval]:
@@ -115,18 +115,18 @@ def _outer_parts(step: Step, phases: Sequence[Phase]) -> dict[str, Interval]:
 
 def rows_of(spans: Sequence[Span]) -> list[Span]:
     """Return those that are not around others, and not inside another row of their thread."""
-    found: list[Span] = []
+    rows: list[Span] = []
     last: dict[int, Span] = {}
-    for span in sorted(spans, key=lambda each: (each.host_begin_ns, -each.host_end_ns)):
+    for span in sorted(spans, key=lambda event: (event.host_begin_ns, -event.host_end_ns)):
         if span.step in AROUND:
             continue
         before = last.get(span.thread)
         if before is not None and span.host_end_ns <= before.host_end_ns:
             continue
-        found.append(span)
+        rows.append(span)
         if span.step != _WITH_OTHERS_INSIDE:
             last[span.thread] = span
-    return found
+    return rows
 
 
 def _calls_by_row(rows: Sequence[Span], calls: Sequence[Collective]) -> dict[Span, list[Collective]]:
@@ -135,13 +135,13 @@ def _calls_by_row(rows: Sequence[Span], calls: Sequence[Collective]) -> dict[Spa
     for row in rows:
         if row.step != _WITH_OTHERS_INSIDE:
             by_thread.setdefault(row.thread, []).append(row)
-    found: dict[Span, list[Collective]] = {row: [] for row in rows}
+    calls_by_row: dict[Span, list[Collective]] = {row: [] for row in rows}
     for call in calls:
         mine = by_thread.get(call.thread, [])
         address = bisect_right(mine, call.host_begin_ns, key=lambda row: row.host_begin_ns) - 1
         if address >= 0 and call.host_end_ns <= mine[address].host_end_ns:
-            found[mine[address]].append(call)
-    return found
+            calls_by_row[mine[address]].append(call)
+    return calls_by_row
 
 
 def _phase(name: str, spans: Sequence[Span], calls: dict[Span, list[Collective]], whole: int) -> Phase:
@@ -155,8 +155,8 @@ def _phase(name: str, spans: Sequence[Span], calls: dict[Span, list[Collective]]
 
 def _times(span: Span, calls: Sequence[Collective]) -> list[Interval]:
     """Return the span's times; without device times, those of its collectives too, which may end after the host."""
-    found = [(span.begin_ns, span.end_ns)]
-    return found if span.device else found + [times for call in calls for times in call.times.values()]
+    intervals = [(span.begin_ns, span.end_ns)]
+    return intervals if span.device else intervals + [times for call in calls for times in call.times.values()]
 
 
 def covered(times: Iterable[Interval]) -> int:

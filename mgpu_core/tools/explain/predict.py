@@ -86,8 +86,8 @@ def exposed_seconds(ready: Sequence[float], taken: Sequence[float], backward: fl
         backward: seconds of backward.
     """
     done = 0.0
-    for each, seconds in zip(ready, taken, strict=True):
-        done = max(done, each) + seconds
+    for ready_at, seconds in zip(ready, taken, strict=True):
+        done = max(done, ready_at) + seconds
     return max(0.0, done - backward)
 
 
@@ -107,9 +107,9 @@ def predict_step(profile: StepProfile, gpus: int, topology: Topology, scaling: s
     if scaling not in SCALINGS:
         raise ValueError(f"unknown scaling {scaling!r}: wanted one of {', '.join(SCALINGS)}")
     topology.shape(gpus)  # refuses what it cannot have, also where nothing travels
-    single, found = (_predict(profile, count, topology, scaling) for count in (1, gpus))
-    efficiency = found.rows_per_second / (gpus * single.rows_per_second)
-    return replace(found, efficiency=efficiency)
+    single, predicted = (_predict(profile, count, topology, scaling) for count in (1, gpus))
+    efficiency = predicted.rows_per_second / (gpus * single.rows_per_second)
+    return replace(predicted, efficiency=efficiency)
 
 
 def _predict(profile: StepProfile, gpus: int, topology: Topology, scaling: str) -> Prediction:

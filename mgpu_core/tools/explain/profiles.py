@@ -119,14 +119,14 @@ def _cut_nbytes(step: Step, name: str) -> int:
 def _buckets(step: Step) -> tuple[BucketProfile, ...]:
     """Return the buckets in the order of their sums, with the time at which the last rank had its gradients."""
     begin, end = _backward_interval(step)
-    own = "all_reduce" if step.name == "train_step" else "reduce"
-    found = []
+    phase = "all_reduce" if step.name == "train_step" else "reduce"
+    buckets = []
     for call in step.collectives:
         around = step.bucket_span(call)
-        if around is not None and around.step == own and call.operation == "reduce" and max(call.nbytes):
+        if around is not None and around.step == phase and call.operation == "reduce" and max(call.nbytes):
             ready = _fraction(_ready_ns(step, around.bucket, call), begin, end)
-            found.append(BucketProfile(max(call.nbytes), ready))
-    return tuple(found)
+            buckets.append(BucketProfile(max(call.nbytes), ready))
+    return tuple(buckets)
 
 
 def _ready_ns(step: Step, bucket: int, call: Collective) -> int:

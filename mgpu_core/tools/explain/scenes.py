@@ -48,8 +48,8 @@ def scenes_of(step: Step) -> list[Scene]:
     enclosing = Enclosing(step.spans)
     cutting = [enclosing.span(cut.thread, cut.step, cut.host_begin_ns) for cut in step.cuts]
     calls = without_cutting(step.collectives, enclosing, cutting)
-    found = [*of_cuts(step, cutting), *_of_ranks(step), *_of_collectives(step, calls), *_of_updates(step)]
-    return sorted(found or [_whole(step, _UNKNOWN)], key=lambda each: (each["begin"], each["order"]))
+    scenes = [*of_cuts(step, cutting), *_of_ranks(step), *_of_collectives(step, calls), *_of_updates(step)]
+    return sorted(scenes or [_whole(step, _UNKNOWN)], key=lambda entry: (entry["begin"], entry["order"]))
 
 
 _UNKNOWN = "Nothing is known of its inside: a graph was replayed, or there was nothing to move."
@@ -77,7 +77,7 @@ def _runs(spans: Sequence[Span]) -> list[list[Span]]:
     """Return the first span of each rank, the second of each, and so on."""
     met: Counter[int] = Counter()
     runs: list[list[Span]] = []
-    for span in sorted(spans, key=lambda each: each.begin_ns):
+    for span in sorted(spans, key=lambda event: event.begin_ns):
         if met[span.rank] == len(runs):
             runs.append([])
         runs[met[span.rank]].append(span)

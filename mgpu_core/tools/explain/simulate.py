@@ -35,22 +35,22 @@ _TITLES = (
 def run(args: argparse.Namespace) -> int:
     """Print the table."""
     profile, topology = _read(args.step), parse_topology(args.topology, args.gpus_per_node)
-    found = [predict_step(profile, gpus, topology, args.scaling) for gpus in _counts(args.gpus)]
+    predictions = [predict_step(profile, gpus, topology, args.scaling) for gpus in _counts(args.gpus)]
     recorded = f"{profile.rows} rows on {plural(profile.ranks, 'rank')}"
     where = f"{topology.name}, {topology.gpus_per_node} GPUs a node"
     title = f"{profile.name}, {recorded}; {where}; {args.scaling} scaling"
-    table = Table([_TITLES, *map(_cells, found)], {len(_TITLES) - 1}, "  ")
+    table = Table([_TITLES, *map(_cells, predictions)], {len(_TITLES) - 1}, "  ")
     show([title, "", table, "", _LEGEND, "", _UNCONFIRMED])
     if profile.device == "cpu":
         print(f"\n{_FROM_CPU}")
     return 0
 
 
-def _cells(each: Prediction) -> tuple[str, ...]:
-    parts = (each.compute_s, each.exposed_s, each.update_s, each.broadcast_s, each.input_s, each.host_s)
-    times = (each.step_s, *parts)
-    rate = f"{each.rows_per_second:,.0f}"
-    return str(each.gpus), *(f"{1e3 * s:.3f}" for s in times), rate, f"{each.efficiency:.1%}", each.bottleneck
+def _cells(step: Prediction) -> tuple[str, ...]:
+    parts = (step.compute_s, step.exposed_s, step.update_s, step.broadcast_s, step.input_s, step.host_s)
+    times = (step.step_s, *parts)
+    rate = f"{step.rows_per_second:,.0f}"
+    return str(step.gpus), *(f"{1e3 * s:.3f}" for s in times), rate, f"{step.efficiency:.1%}", step.bottleneck
 
 
 def _counts(text: str) -> list[int]:

@@ -54,8 +54,8 @@ class Step:
     @cached_property
     def spans(self) -> list[Span]:
         """The recorded spans.  Those of ``backward`` are made from its marks where autograd runs it."""
-        found = [each for each in self.events if isinstance(each, Span)]
-        return found if any(each.step == "backward" for each in found) else [*found, *_backwards(self.marks)]
+        spans = [each for each in self.events if isinstance(each, Span)]
+        return spans if any(each.step == "backward" for each in spans) else [*spans, *_backwards(self.marks)]
 
     @cached_property
     def cuts(self) -> list[Cut]:
@@ -85,21 +85,21 @@ class Step:
     def joint_of(self, call: Collective) -> str:
         """Return the layer after which ranks met for a collective of the forward; an empty text: none."""
         before = [
-            each
-            for each in self.marks
-            if each.step == "meet" and each.thread == call.thread and each.host_begin_ns <= call.host_begin_ns
+            mark
+            for mark in self.marks
+            if mark.step == "meet" and mark.thread == call.thread and mark.host_begin_ns <= call.host_begin_ns
         ]
         return max(before, key=begin_of).text if before else ""
 
     @cached_property
     def contents(self) -> dict[int, Contents]:
         """The contents of each bucket of the step itself, not of a wrapper inside its ranks."""
-        own = "all_reduce" if self.name == "train_step" else "replicate"
-        found: dict[int, Contents] = {}
-        for each in self.events:
-            if isinstance(each, Contents) and each.step == own:
-                found.setdefault(each.bucket, each)
-        return found
+        phase = "all_reduce" if self.name == "train_step" else "replicate"
+        by_bucket: dict[int, Contents] = {}
+        for event in self.events:
+            if isinstance(event, Contents) and event.step == phase:
+                by_bucket.setdefault(event.bucket, event)
+        return by_bucket
 
     @cached_property
     def begin_ns(self) -> int:
@@ -114,17 +114,17 @@ class Step:
     @cached_property
     def devices(self) -> tuple[str, ...]:
         """The devices of the ranks; empty text: not recorded."""
-        found: dict[int, str] = {}
+        by_rank: dict[int, str] = {}
         for span in self.spans:
             if span.rank != ALL_RANKS and span.device:
-                found.setdefault(span.rank, span.device)
+                by_rank.setdefault(span.rank, span.device)
         for call in self.collectives if not self.schedules else ():
             for rank, device in zip(call.ranks, call.devices, strict=True):
-                found.setdefault(rank, device)
+                by_rank.setdefault(rank, device)
         for cut in self.cuts if not self.schedules else ():
             for rank, device in enumerate(cut.devices):
-                found.setdefault(rank, device)
-        return tuple(found.get(rank, "") for rank in range(max(found, default=-1) + 1))
+                by_rank.setdefault(rank, device)
+        return tuple(by_rank.get(rank, "") for rank in range(max(by_rank, default=-1) + 1))
 
     @cached_property
     def workers(self) -> str:

@@ -39,8 +39,8 @@ def table(step: Step, environment: Mapping[str, str], dropped: int = 0) -> Lines
     if not batches_of(step):
         rows = phase_rows(step)
         lines += ["", Table(rows)]
-        for each in timelines_of(step):
-            lines += ["", *pipeline_lines(each)]
+        for timeline in timelines_of(step):
+            lines += ["", *pipeline_lines(timeline)]
         lines += ["", *legend(rows)]
     if dropped:
         lines.append(f"{dropped} events more were too many to keep: the last step may be a part of one.")
@@ -94,12 +94,12 @@ def inference_rows(batches: list[BatchRun]) -> list[list[str]]:
     """Return the cells of :func:`inference_table`, with a header."""
     rows = [["inference", "batches", "requests", "rows", "rows a batch", "time", "oldest waited", "at most", "idle"]]
     for server in servers_of(batches):
-        own = server.batches
-        count, waits = sum(each.rows for each in own), [each.waited_ns / 1e9 for each in own]
-        times = [(each.end_ns - each.begin_ns) / 1e9 for each in own]
-        seconds = [human_seconds(each) for each in (median(times), median(waits), max(waits))] if own else ["-"] * 3
-        mean = f"{count / len(own):.1f}" if own else "-"
-        numbers = map(str, (len(own), sum(each.requests for each in own), count))
+        runs = server.batches
+        count, waits = sum(each.rows for each in runs), [each.waited_ns / 1e9 for each in runs]
+        times = [(each.end_ns - each.begin_ns) / 1e9 for each in runs]
+        seconds = [human_seconds(each) for each in (median(times), median(waits), max(waits))] if runs else ["-"] * 3
+        mean = f"{count / len(runs):.1f}" if runs else "-"
+        numbers = map(str, (len(runs), sum(each.requests for each in runs), count))
         rows.append([server.name, *numbers, mean, *seconds, f"{server.idle:.1%}"])
     return rows
 

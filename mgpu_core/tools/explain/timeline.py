@@ -46,8 +46,8 @@ class Timeline:
         workers = self.schedule.workers
         busy = 0
         for worker in set(workers):
-            own = [each for each in self.spans if workers[each.rank] == worker]
-            busy += covered((each.begin_ns, each.end_ns) for each in own)
+            worker_spans = [each for each in self.spans if workers[each.rank] == worker]
+            busy += covered((each.begin_ns, each.end_ns) for each in worker_spans)
         return 1 - busy / 1e9 / (self.seconds * len(set(workers))) if self.seconds else 0.0
 
     def data(self, step: Step) -> dict[str, Any]:
@@ -61,17 +61,17 @@ class Timeline:
 
 def timelines_of(step: Step) -> list[Timeline]:
     """Return the runs of pipelines in a step, with the spans of each."""
-    found: list[Timeline] = []
+    timelines: list[Timeline] = []
     before = 0  # the end of the run before
     for schedule in step.schedules:
         spans = [
-            each
-            for each in step.spans
-            if each.step in ("forward", "backward")
-            and 0 <= each.rank < len(schedule.workers)
-            and before <= each.host_begin_ns <= schedule.host_begin_ns
+            span
+            for span in step.spans
+            if span.step in ("forward", "backward")
+            and 0 <= span.rank < len(schedule.workers)
+            and before <= span.host_begin_ns <= schedule.host_begin_ns
         ]
         before = schedule.host_begin_ns
         if spans:
-            found.append(Timeline(schedule, spans))
-    return found
+            timelines.append(Timeline(schedule, spans))
+    return timelines

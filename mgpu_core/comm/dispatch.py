@@ -12,7 +12,6 @@ from operator import attrgetter
 from typing import TypeAlias
 
 import torch
-from torch._C import _dispatch_keys
 
 from mgpu_core import _core
 from mgpu_core.comm import layout, torch_backend
@@ -22,7 +21,7 @@ from mgpu_core.comm.packing import groups, kind_of
 from mgpu_core.comm.reductions import CORE_DTYPES, check_op, core_count
 from mgpu_core.comm.traffic_trace import CollectiveTrace
 from mgpu_core.devices.memory import note_written
-from mgpu_core.devices.tensor_checks import are_blocks, plain_keys, readable
+from mgpu_core.devices.tensor_checks import are_blocks, readable
 from mgpu_core.devices.transfer import copying_to, hand_over
 from mgpu_core.errors import BackendUnavailable
 from mgpu_core.support.null_context import NULL_CONTEXT
@@ -47,6 +46,7 @@ Tensors: TypeAlias = Sequence[torch.Tensor]
 Parts: TypeAlias = Sequence[torch.Tensor | None]
 Ends: TypeAlias = tuple[Stream, list[Stream]]
 """The streams of the whole tensor or the root, and of the ranks."""
+_data_ptr = torch.Tensor.data_ptr
 _Pair: TypeAlias = tuple[torch.Tensor, list[torch.Tensor]]
 
 
@@ -205,13 +205,9 @@ def _broadcast_any(sources: Tensors, copies: Sequence[Tensors]) -> bool:
 
 
 def _broadcast_in_core(pairs: Sequence[tuple[torch.Tensor, Tensors]], streams: Ends) -> None:
-    begins = [source.data_ptr() for source, _ in pairs]
     _core.broadcast(
-        begins,
-        [
-            [begin if each is source else each.data_ptr() for each in targets]
-            for begin, (source, targets) in zip(begins, pairs, strict=True)
-        ],
+        [source.data_ptr() for source, _ in pairs],
+        [list(map(_data_ptr, targets)) for _, targets in pairs],
         [source.nbytes for source, _ in pairs],
         *streams,
     )
@@ -254,19 +250,16 @@ def _first(row: Parts) -> torch.Tensor:
 
 def _devices_of_plain(parts: Sequence[Parts], default: torch.device) -> list[torch.device] | None:
     """Return each rank's device where all parts are plain contiguous memory of one dtype that the core adds."""
+    if not are_blocks([part for row in parts for part in row if part is not None]):
+        return None
     devices: list[torch.device | None] = [None] * len(parts[0]) if parts else []
-    dtype, plain, kind = None, frozenset[int](), ""
+    dtype = None
     for row in parts:
         for rank, part in enumerate(row):
             if part is None:
                 continue
             if devices[rank] is None:
                 devices[rank], dtype = part.device, dtype or part.dtype
-            if part.device.type != kind:
-                kind = part.device.type
-                plain = plain_keys(kind)
-            if _dispatch_keys(part).raw_repr() not in plain or not part.is_contiguous():
-                return None
             if part.device != devices[rank] or part.dtype != dtype or not part.nbytes:
                 return None
     return [device or default for device in devices] if dtype in CORE_DTYPES else None

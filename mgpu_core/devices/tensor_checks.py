@@ -44,6 +44,7 @@ __all__ = [
 ]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_kind_of, _raw_repr = attrgetter("device.type"), torch._C.DispatchKeySet.raw_repr
 _PLAIN_TYPES = {torch.Tensor, torch.nn.Parameter}  # a Buffer is made a Tensor
 
 
@@ -98,14 +99,9 @@ def keys_of(tensor: torch.Tensor) -> int:
 
 def are_blocks(tensors: Sequence[torch.Tensor]) -> bool:
     """Return whether all of these are contiguous memory, none of it a lazy view, sparse or inside a transform."""
-    kind, plain = "", frozenset[int]()
-    for tensor in tensors:
-        if tensor.device.type != kind:
-            kind = tensor.device.type
-            plain = plain_keys(kind)
-        if _dispatch_keys(tensor).raw_repr() not in plain or not tensor.is_contiguous():
-            return False
-    return True
+    plain = frozenset[int]().union(*map(plain_keys, set(map(_kind_of, tensors))))
+    keys = map(_raw_repr, map(_dispatch_keys, tensors))
+    return plain.issuperset(keys) and all(map(torch.Tensor.is_contiguous, tensors))
 
 
 def readable(tensor: torch.Tensor, name: str) -> torch.Tensor:

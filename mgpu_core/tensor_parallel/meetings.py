@@ -16,7 +16,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import MethodType
 from typing import Any, NoReturn, TypeAlias
 
 import torch
@@ -33,9 +32,8 @@ from mgpu_core.trace import tracer
 from mgpu_core.trace.events import ALL_RANKS
 from mgpu_core.trace.tracer import mark, span
 from mgpu_core.trees.nested import map_leaves
-from mgpu_core.trees.replica_hooks import WeakMethod
 
-__all__ = ["CutForward", "CutLayer", "decided", "no_lane"]
+__all__ = ["CHANGED", "cut_layer", "decided", "no_lane"]
 
 Node = Callable[[torch.Tensor | None, Sequence[torch.Tensor]], Sequence[Any]]
 """Takes the token that the joint before has left and the ranks' values; returns a token and the ranks' results."""
@@ -128,6 +126,19 @@ class Joint:
         return result
 
 
+CHANGED = ("forward", "out_features", "in_features", "num_embeddings", "padding_idx")
+"""The attributes of a layer that are others in a rank's copy."""
+
+
+def _own_forward(layer: Module) -> Callable[..., torch.Tensor]:
+    """Return a layer's forward without a reference to the layer, which will refer to it."""
+    if "forward" in layer.__dict__:
+        forward: Callable[..., torch.Tensor] = layer.__dict__["forward"]
+        return forward
+    layer_ref, function = weakref.ref(layer), type(layer).forward
+    return lambda *args, **kwargs: function(layer_ref(), *args, **kwargs)
+
+
 def _of_other_ranks(tokens: torch.Tensor, counts: Sequence[int], rank: int) -> torch.Tensor:
     """Return which tokens are in the parts of a vocabulary that other ranks have.
 
@@ -142,94 +153,49 @@ def _of_other_ranks(tokens: torch.Tensor, counts: Sequence[int], rank: int) -> t
     return elsewhere
 
 
-class CutForward(partial[torch.Tensor]):
-    """The forward of a rank's view of a cut layer: one of the functions below, with its first arguments."""
-
-
-def _joined(joint: Joint, inner: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-    return joint(inner(*args, **kwargs))
-
-
-def _of_rows(
-    joint: Joint,
-    inner: Callable[..., torch.Tensor],
-    table: dict[str, Any],
-    part: slice | None,
-    input: torch.Tensor,  # noqa: A002 (torch's name)
-    *args: Any,
-    **kwargs: Any,
-) -> torch.Tensor:
-    bias, table["bias"] = table["bias"], None  # it is added once
-    try:
-        total = joint(inner(input if part is None else input[..., part], *args, **kwargs))
-    finally:
-        table["bias"] = bias
-    return total if bias is None else total + bias.to(total.dtype)
-
-
-def _of_tokens(
-    joint: Joint,
-    inner: Callable[..., torch.Tensor],
-    counts: Sequence[int],
-    rank: int,
-    input: torch.Tensor,  # noqa: A002
-    *args: Any,
-    **kwargs: Any,
-) -> torch.Tensor:
-    elsewhere = _of_other_ranks(input, counts, rank)
-    rows = inner((input - sum(counts[:rank])).masked_fill(elsewhere, 0), *args, **kwargs)
-    return joint(rows.masked_fill(elsewhere.unsqueeze(-1), 0))
-
-
-class CutLayer:
-    """A layer of a plan: its attributes in each rank, and how it meets the other ranks.
+def cut_layer(layer: Module, name: str, word: str, rank: int, counts: Sequence[int]) -> None:
+    """Let a layer that has a rank's part of its parameters meet the other ranks around its own forward.
 
     Args:
+        layer: of the rank, with its part.
         name: of the layer.
         word: of the plan.
-        counts: the sizes of the ranks' parts of its weight.
-        layer: the whole one.
-
-    Attributes:
-        meets: its views have a forward of their own, which meets the other ranks.
-        attributes: per rank, those that say how large its part is.
+        rank: its rank.
+        counts: the sizes of all ranks' parts.
     """
+    begin, end = sum(counts[:rank]), sum(counts[: rank + 1])
+    inner, table = _own_forward(layer), layer._parameters
+    joint = Joint(name, joint_columns if word == "column_gathered" else joint_sum)
 
-    def __init__(self, name: str, word: str, counts: Sequence[int], layer: Module) -> None:
-        self._word, self._counts = word, counts
-        self._joint = Joint(name, joint_columns if word == "column_gathered" else joint_sum)
-        begins = [sum(counts[:rank]) for rank in range(len(counts))]
-        self._parts = [slice(begin, begin + count) for begin, count in zip(begins, counts, strict=True)]
-        self.meets = word not in ("column", "packed_column")
-        self.attributes = [self._attributes_of(rank, layer) for rank in range(len(counts))]
+    def joined(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return joint(inner(*args, **kwargs))
 
-    def _attributes_of(self, rank: int, layer: Module) -> dict[str, Any]:
-        begin, size = self._parts[rank].start, self._counts[rank]
-        if self._word in ("column", "packed_column", "column_gathered"):
-            return {"out_features": size}
-        if self._word in ("row", "rowwise_split_input"):
-            return {"in_features": size}
-        if self._word == "vocab":
-            padding: Any = layer.padding_idx
-            is_here = padding is not None and begin <= padding < begin + size
-            return {"num_embeddings": size, "padding_idx": padding - begin if is_here else None}
-        return {}
+    def of_rows(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: A002 (torch's name)
+        bias, table["bias"] = table["bias"], None  # it is added once
+        try:
+            total = joined(input if word == "row" else input[..., begin:end], *args, **kwargs)
+        finally:
+            table["bias"] = bias
+        return total if bias is None else total + bias.to(total.dtype)
 
-    def forward_of(self, view: Module, rank: int) -> CutForward:
-        """Return the forward of a rank's view of the layer, which has the rank's part of its Parameters."""
-        word, joint = self._word, self._joint
-        if "forward" in view.__dict__:
-            inner = view.__dict__["forward"]
-            inner = WeakMethod(inner) if isinstance(inner, MethodType) else inner
-        else:  # without a reference to the view, which will refer to it
-            view_ref, function = weakref.ref(view), type(view).forward
-            inner = lambda *args, **kwargs: function(view_ref(), *args, **kwargs)  # noqa: E731
-        if word == "vocab":
-            return CutForward(_of_tokens, joint, inner, self._counts, rank)
-        if word in ("row", "rowwise_split_input"):
-            part = None if word == "row" else self._parts[rank]
-            return CutForward(_of_rows, joint, inner, view._parameters, part)
-        return CutForward(_joined, joint, inner)
+    def of_tokens(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: A002
+        elsewhere = _of_other_ranks(input, counts, rank)
+        rows = inner((input - begin).masked_fill(elsewhere, 0), *args, **kwargs)
+        return joint(rows.masked_fill(elsewhere.unsqueeze(-1), 0))
+
+    attributes: dict[str, Any] = {}
+    if word in ("column", "packed_column", "column_gathered"):
+        attributes = {"out_features": layer.get_parameter("weight").shape[0]}
+    elif word in ("row", "rowwise_split_input"):
+        attributes = {"in_features": end - begin, "forward": of_rows}
+    elif word == "vocab":
+        padding: Any = layer.padding_idx
+        padding_idx = padding - begin if padding is not None and begin <= padding < end else None
+        attributes = {"num_embeddings": end - begin, "padding_idx": padding_idx, "forward": of_tokens}
+    if word in ("column_gathered", "moe_tp_experts"):
+        attributes["forward"] = joined
+    for attribute, value in attributes.items():
+        setattr(layer, attribute, value)
 
 
 def decided(place: str, decide: Callable[[], Any]) -> Any:

@@ -24,18 +24,18 @@ from mgpu_core.ranks.team import Team
 from mgpu_core.support.null_context import NULL_CONTEXT
 from mgpu_core.tensor_parallel.draws import DrawnAlone, MetDraws, SameNumbers
 from mgpu_core.tensor_parallel.generate import arguments_of_ranks, is_generate
-from mgpu_core.tensor_parallel.given import refuse_hooks
-from mgpu_core.tensor_parallel.objects import PLAIN
+from mgpu_core.tensor_parallel.meetings import CHANGED, cut_layer
+from mgpu_core.tensor_parallel.objects import PLAIN, Objects, tensors_held
 from mgpu_core.tensor_parallel.plan import WeightCut, read_plan
 from mgpu_core.tensor_parallel.proof import Proof, arguments
-from mgpu_core.tensor_parallel.rank_views import RankViews
 from mgpu_core.trace import tracer
 from mgpu_core.trace.events import ALL_RANKS
 from mgpu_core.trace.tracer import in_span, span
 from mgpu_core.trees.module_copy import copy_module, leaf_like
-from mgpu_core.trees.module_tree import check_initialised, modules_of
+from mgpu_core.trees.module_tree import check_initialised
 from mgpu_core.trees.moves import is_spread, refuse_moves
 from mgpu_core.trees.nested import RankParts, Replicate, Rows, flatten, map_leaves, tensors_in, unwrapped
+from mgpu_core.trees.views import attributes_of
 from mgpu_core.trees.weights import Weights, weights_of
 
 __all__ = ["TensorParallel"]
@@ -63,16 +63,37 @@ class _Kept(NamedTuple):
         return self.cut.joined([to_device(each.detach(), first) for each in self.parts])
 
 
+class _Slot(NamedTuple):
+    """Where a lane finds a Parameter that is not cut: a table of a module, a name, and which of these Parameters."""
+
+    table: dict[str, Any]
+    name: str
+    number: int
+
+
+class _RankCopy(NamedTuple):
+    """A rank's copy of the module.
+
+    Attributes:
+        net: the copy; its Parameters that are cut are the rank's parts.
+        modules: all of its modules.
+        slots: where copies of the others go in each call.
+    """
+
+    net: Module
+    modules: list[Module]
+    slots: list[_Slot]
+
+
 class TensorParallel(Module):
     """Cut the layers of a module over several devices by a plan: each device computes all rows with its part.
 
-    Each rank runs the module's own code in a thread, on a view of the module whose planned layers hold a part of their
-    Parameters; ranks meet after layers whose outputs must be joined.  There is one graph over all devices, so an
+    Each rank runs the module's own code in a thread, with a copy of the module whose planned layers hold a part of
+    their Parameters; ranks meet after layers whose outputs must be joined.  There is one graph over all devices, so an
     ordinary loop trains it.  All other Parameters are on the first device, and each call copies them to the ranks.
 
     The Parameters are those of ``parameters()``: one per part, and the others.  The module that was given is emptied:
-    its Parameters are on meta, its forward raises, and so does an optimizer that was made for it.  All
-    ranks see changes to it, of modes, hooks or attributes, in the next call; Parameters cannot be added.
+    its Parameters are on meta, its forward raises, and so does an optimizer that was made for it.
 
     Random numbers, such as those of dropout, are the same in all ranks: rank 0's are those that the module alone would
     draw.  Between a column and a row each rank has this mask for its own heads or features, so a net that draws there
@@ -90,13 +111,10 @@ class TensorParallel(Module):
         TypeError: not a module.
         ValueError: no plan, or one that does not fit the module and the ranks; a module that is on several devices
             already.  Nothing was changed then.
-
-    Attributes:
-        module: the module that was given.
     """
 
     weights: Module
-    module: Module
+    _source: Module
 
     def __init__(
         self,
@@ -115,28 +133,24 @@ class TensorParallel(Module):
         self.device_ids = list(as_devices(device_ids))
         check_initialised([*net.parameters(), *net.buffers()], net)
         self._plan = read_plan(net, plan, len(self.device_ids))
-        refuse_hooks(net)
+        _refuse_hooks(net)
         files = weights_of(net, weights, rename)
         self._team = Team.of(self.device_ids)
         self.training = net.training
         self._at_work = Exclusive("another thread's call of this TensorParallel did not end")
+        self._objects = Objects(self.device_ids)
         self._numbers = SameNumbers(type(net).__name__, self.device_ids)
         self.weights = Module()
         self._kept = self._keep(net)
-        self._by_name = {name: kept for kept in self._kept.values() for name in kept.names}
-        self._proof = Proof(net, self._plan) if len(self.device_ids) > 1 else None
+        self._by_name = {name: each for each in self._kept.values() for name in each.names}
+        self._uncut = [each.parts[0] for each in self._kept.values() if each.cut is None]
+        self._lanes = [self._lane(net, rank) for rank in self._team.ranks]
+        self._proof = Proof(net, self._plan) if len(self._lanes) > 1 else None
         self._refusal: str | None = None
-        self._ranks = RankViews(net, self._team, self._plan, {key: kept.parts for key, kept in self._kept.items()})
-        buffers = {id(buffer): _on(self.device_ids[0], buffer) for buffer in self._ranks.tree.buffers}
+        self._share_buffers()
         if files is not None:
-            self._load(files, {name: buffers[id(each)] for name, each in net.named_buffers(remove_duplicate=False)})
-        self.__dict__["module"] = net
-        self._ranks.empty(buffers)
-        for name, module in net.named_modules():  # its buffers are among our own
-            if module._buffers:
-                owner = self._named(name)
-                owner._buffers = module._buffers
-                owner._non_persistent_buffers_set = module._non_persistent_buffers_set
+            self._load(files)
+        self.__dict__["_source"] = _emptied(net)
 
     to = to_empty = cpu = cuda = ipu = mtia = xpu = refuse_moves
 
@@ -170,23 +184,87 @@ class TensorParallel(Module):
             owner = owner.get_submodule(part)
         return owner
 
+    def _lane(self, net: Module, rank: int) -> _RankCopy:
+        """Return a rank's copy of the module, whose layers meet the other ranks.
+
+        It lives on: attributes, buffers and hooks with a state are each rank's own from call to call.
+        """
+        device = self.device_ids[rank]
+        shared: dict[int, Any] = {
+            key: kept.parts[0 if kept.cut is None else rank] for key, kept in self._kept.items()
+        } | {id(each): _on(device, each) for each in net.buffers()}
+        first = self.device_ids[0]
+        held = tensors_held([attributes_of(module) for module in net.modules()]) if device != first else []
+        here = {id(tensor): to_device(tensor.detach(), device) for tensor in held if tensor.device == first}
+        copied = copy_module(net, here | shared)
+        modules = dict(copied.named_modules(remove_duplicate=False))
+        slots = []
+        for number, kept in enumerate(each for each in self._kept.values() if each.cut is None):
+            for name in kept.names:
+                owner, _, last = name.rpartition(".")
+                slots.append(_Slot(modules[owner]._parameters, last, number))
+        counts = {
+            name: [part.shape[kept.cut.dim] for part in kept.parts]
+            for name, kept in self._by_name.items()
+            if kept.cut is not None
+        }
+        for name, word in self._plan.layers.items() if len(self.device_ids) > 1 else ():
+            cut_layer(modules[name], name, word, rank, counts.get(f"{name}.weight", []))
+        for name, heads in self._plan.heads.items():
+            modules[name].__dict__.update({each: count // len(self.device_ids) for each, count in heads.items()})
+        for module in copied.modules():
+            if isinstance(module, torch.nn.TransformerEncoderLayer):
+                module.register_forward_hook(lambda *_: None)  # without one it may read its layers' weights itself
+        return _RankCopy(copied, list(copied.modules()), slots)
+
+    def _share_buffers(self) -> None:
+        """Have the buffers of rank 0's copy among our own, and load them into the other ranks, too."""
+        for name, module in self._lanes[0].net.named_modules():
+            if module._buffers:
+                owner = self._named(name)
+                owner._buffers = module._buffers
+                owner._non_persistent_buffers_set = module._non_persistent_buffers_set
+        self.register_load_state_dict_post_hook(_load_buffers)  # type: ignore[no-untyped-call]
+
     @torch.no_grad()
-    def _load(self, files: Weights, buffers: Mapping[str, torch.Tensor]) -> None:
+    def _load(self, files: Weights) -> None:
         """Read each tensor of the files: each part its slice."""
-        kept, ranks = self._by_name, len(self.device_ids)
+        ranks = len(self.device_ids)
+        kept = self._by_name
+        buffers = [dict(lane.net.named_buffers(remove_duplicate=False)) for lane in self._lanes]
         for name, file, key in files.tensors():
             if name not in kept:
-                copy_into(buffers[name], file.get_tensor(key))
+                for of_rank in buffers:
+                    copy_into(of_rank[name], file.get_tensor(key))
                 continue
             cut = kept[name].cut
             for rank, part in enumerate(kept[name].parts):
                 copy_into(part, file.get_tensor(key) if cut is None else cut.part(file.get_slice(key), rank, ranks))
 
     def train(self, mode: bool = True) -> TensorParallel:
-        """Set the mode of the module, and so of all ranks."""
+        """Set the mode of all ranks."""
         super().train(mode)
-        self.module.train(mode)
+        for lane in self._lanes:
+            lane.net.train(mode)
         return self
+
+    def each(self, change: Callable[[Module], Any]) -> list[Any]:
+        """Call a function with each rank's copy of the module, one after the other, and return its results.
+
+        For changes that must reach all ranks: ``tp.each(lambda net: net.gradient_checkpointing_enable())``.
+
+        Raises:
+            RuntimeError: it has added or taken away Parameters: change the module before it is cut.
+        """
+        for lane in self._lanes:
+            for table, name, number in lane.slots:
+                table[name] = self._uncut[number]  # a Parameter again, until the next call
+        results = [change(lane.net) for lane in self._lanes]
+        for lane in self._lanes:
+            if dict(lane.net.named_parameters(remove_duplicate=False)).keys() != self._by_name.keys():
+                raise RuntimeError("Parameters were added or taken away: change the module before it is cut")
+        self.training = self._lanes[0].net.training
+        return results
 
     @outside_the_compiler
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -198,7 +276,7 @@ class TensorParallel(Module):
             Error: ranks that come to different layers; two threads of which one waits too long for the other.
             Exception: a rank raised it, as in :func:`mgpu_core.parallel_apply`.
         """
-        return self._run("__call__", inputs, [kwargs] * len(self.device_ids))
+        return self._run("__call__", inputs, [kwargs] * len(self._lanes))
 
     @outside_the_compiler
     def call(self, method: str, /, *inputs: Any, **kwargs: Any) -> Any:
@@ -207,7 +285,7 @@ class TensorParallel(Module):
         Rank 0 draws random numbers for all ranks where torch's functions draw them.  In ``generate`` of transformers
         streamers, stopping criteria and logits processors are called on rank 0 alone.
         """
-        net, ranks = self.module, len(self.device_ids)
+        net, ranks = self._lanes[0].net, len(self._lanes)
         getattr(net, method)
         if is_generate(net, method) and ranks > 1:
             return self._run(method, (), arguments_of_ranks(net, unwrapped(inputs), unwrapped(kwargs), ranks))
@@ -217,76 +295,67 @@ class TensorParallel(Module):
         check_modes()
         if self._refusal is not None:
             raise ValueError(self._refusal)
-        with self._at_work:
-            try:
-                return self._called(method, inputs, kwargs)
-            finally:
-                self._ranks.objects.given.clear()
-
-    def _called(self, method: str, inputs: Any, kwargs: Sequence[Any]) -> Any:
-        with NULL_CONTEXT if tracer.sink is None else span("tensor_parallel"):
-            views, stand_ins = self._ranks.of_call()
-            nets = [row[0] for row in views]
-            watch: Any = NULL_CONTEXT if self._proof is None else self._proof.seen(nets)
-            arguments = self._on_ranks(inputs, kwargs)
-            with self._numbers.of_call(method, self._ranks.tree.modes) as (numbers, drawn), watch as seen:
+        with self._at_work, self._objects:
+            watch: Any = NULL_CONTEXT if self._proof is None else self._proof.seen([lane.net for lane in self._lanes])
+            whole = NULL_CONTEXT if tracer.sink is None else span("tensor_parallel")
+            with whole, self._numbers.of_call(method, self._modes()) as (numbers, drawn), watch as seen:
+                arguments = self._on_ranks(inputs, kwargs)
+                self._spread()
                 calls = [
-                    partial(_called, net, method, of_rank, stream, drawn, rank)
-                    for rank, (net, of_rank, stream) in enumerate(zip(nets, arguments, numbers, strict=True))
+                    partial(_called, lane.net, method, of_rank, stream, drawn, rank)
+                    for rank, (lane, of_rank, stream) in enumerate(zip(self._lanes, arguments, numbers, strict=True))
                 ]
-                results = self._results(calls, seen)
-        self._ranks.keep(views, stand_ins)
-        self._ranks.objects.end(results)
-        if seen is not None and seen[0]:
-            self._prove(seen)
-        return results[0]
-
-    def _results(self, calls: Sequence[Callable[[], Any]], seen: Sequence[Mapping[str, Any]] | None) -> list[Any]:
-        """Run the calls of all ranks, which meet, and return their results."""
-        if tracer.sink is not None:
-            pairs = zip(enumerate(self.device_ids), calls, strict=True)
-            calls = [partial(in_span, "forward", *place, call) for place, call in pairs]
-        run = Run(self._team)
-        try:
-            results = run.run(calls, draws=None, workers="threads")
-        except BaseException as error:  # after Ctrl-C ranks are still at work
-            run.stop(time_limit())
+                if tracer.sink is not None:
+                    pairs = zip(enumerate(self.device_ids), calls, strict=True)
+                    calls = [partial(in_span, "forward", *each, call) for each, call in pairs]
+                run = Run(self._team)
+                try:
+                    results = run.run(calls, draws=None, workers="threads")
+                except BaseException as error:  # after Ctrl-C ranks are still at work, with the next call's modules
+                    run.stop(time_limit())
+                    if seen is not None and seen[0]:
+                        error.add_note(
+                            f"the last block of cut layers that had begun is {list(seen[0])[-1]}: if the module alone "
+                            "takes these arguments, its code counts heads or features that a rank has a part of"
+                        )
+                    raise
+                if tracer.recording is not None:
+                    trace_backward(ALL_RANKS, tensors_in(results[0]))
+            self._objects.end(results)
             if seen is not None and seen[0]:
-                error.add_note(
-                    f"the last block of cut layers that had begun is {list(seen[0])[-1]}: if the module alone "
-                    "takes these arguments, its code counts heads or features that a rank has a part of"
-                )
-            raise
-        if tracer.recording is not None:
-            trace_backward(ALL_RANKS, tensors_in(results[0]))
-        return results
+                self._prove(seen)
+            return results[0]
 
     @torch.no_grad()
     def _prove(self, seen: Sequence[Mapping[str, Any]]) -> None:
         """Compare each block that a call has run with the same block uncut, in eval mode; ValueError if it differs."""
         proof = self._proof
         assert proof is not None, "calls are watched for it"
-        views, _ = self._ranks.of_call()
-        self._ranks.objects.give_copies(views)
-        nets = [row[0].eval() for row in views]
-        with random_numbers_kept(self.device_ids):
-            for name in seen[0]:
-                self._refusal = self._refusal or self._difference(proof, name, nets, [each[name] for each in seen])
+        modes = [each.training for lane in self._lanes for each in lane.modules]
+        for lane in self._lanes:
+            lane.net.eval()
+        try:
+            with random_numbers_kept(self.device_ids):
+                for name in seen[0]:
+                    self._refusal = self._refusal or self._difference(proof, name, [each[name] for each in seen])
+        finally:
+            for module, mode in zip((each for lane in self._lanes for each in lane.modules), modes, strict=True):
+                module.training = mode
         if not proof.is_open:
             self._proof = None
         if self._refusal is not None:
             raise ValueError(self._refusal)
 
-    def _difference(self, proof: Proof, name: str, nets: Sequence[Module], seen: Sequence[Any]) -> str | None:
+    def _difference(self, proof: Proof, name: str, seen: Sequence[Any]) -> str | None:
         """Return how a cut block differs from the uncut one, on random rows."""
         given = [arguments(each) for each in seen]
         if any(each is None for each in given):
             return None
-        run, block = Run(self._team), self._whole(name).eval()
+        run, block = Run(self._team), self._uncut_block(name).eval()
         called = partial(_called, block, "__call__")
         calls = [
-            partial(_called, net.get_submodule(name), "__call__", of_rank)
-            for net, of_rank in zip(nets, given, strict=True)
+            partial(_called, _with_own_state(lane.net.get_submodule(name)), "__call__", of_rank)
+            for lane, of_rank in zip(self._lanes, given, strict=True)
         ]
         try:
             whole = called(arguments(seen[0]))
@@ -296,6 +365,20 @@ class TensorParallel(Module):
             proof.tried(name)
             return None
         return proof.judge(name, block, (whole, cut), lambda: called(arguments(seen[0])))
+
+    def _modes(self) -> bytes:
+        """Return the modes of all modules; RuntimeError if they are not those of each rank."""
+        first, *others = [bytes([each.training for each in lane.modules]) for lane in self._lanes]
+        if others.count(first) != len(others):
+            raise RuntimeError("modules of one rank were changed alone: use tp.train(), tp.eval() or tp.each(function)")
+        return first
+
+    def _spread(self) -> None:
+        """Give each rank copies of the Parameters that are not cut; their gradients are summed in rank order."""
+        rows = broadcast_buckets(self.device_ids, self._uncut, numbered=False)
+        for lane, row in zip(self._lanes, rows, strict=True):
+            for table, name, number in lane.slots:
+                table[name] = row[number]
 
     def _on_ranks(self, inputs: Any, kwargs: Sequence[Any]) -> list[Any]:
         """Return the arguments of each rank: tensors on its device, objects of its own."""
@@ -317,7 +400,7 @@ class TensorParallel(Module):
             if isinstance(leaf, Replicate | Rows | RankParts):
                 return map_leaves(unwrapped(leaf), partial(on, rank))
             is_shared = not rank or isinstance(leaf, PLAIN) or callable(leaf)
-            return leaf if is_shared else self._ranks.objects.of_rank(rank, leaf)
+            return leaf if is_shared else self._objects.of_rank(rank, leaf)
 
         nests: dict[int, tuple[Any, list[Any]]] = {}  # by the ids of the kwargs, which ranks may share
         of_ranks = []
@@ -333,26 +416,26 @@ class TensorParallel(Module):
         """Return the tensors of the module alone, by its names, on the first device; only tied ones share memory."""
         wholes = {name: whole for kept in self._kept.values() for whole in [kept.whole(self.device_ids[0])]
                   for name in kept.names}  # fmt: skip
-        state = self.module.state_dict(keep_vars=True)
-        return {name: wholes[name] if name in wholes else _cloned(entry) for name, entry in state.items()}
+        state = self._lanes[0].net.state_dict(keep_vars=True)
+        return {name: wholes[name] if name in wholes else _cloned(each) for name, each in state.items()}
 
     @torch.no_grad()
     def load_full_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Copy the tensors of the module alone into the parts, and its buffers.
+        """Copy the tensors of the module alone into the parts, and its buffers into all ranks.
 
         Raises:
             ValueError: names that are missing or surplus, or tensors of another shape; nothing was copied then.
         """
         kept = self._by_name
-        entries = self.module.state_dict(keep_vars=True)
-        wanted = {name: kept[name].shape if name in kept else _shape_of(entry) for name, entry in entries.items()}
+        lanes = [lane.net.state_dict(keep_vars=True) for lane in self._lanes]
+        wanted = {name: kept[name].shape if name in kept else _shape_of(each) for name, each in lanes[0].items()}
         given = {name: _shape_of(each) for name, each in state.items()}
         if wrong := [name for name in wanted | given if wanted.get(name) != given.get(name)]:
             raise ValueError(f"the state does not fit, by its names or shapes: {', '.join(wrong[:5])}")
         for name, shape in wanted.items():
             if name not in kept:
-                if shape is not None:  # extra states are those of the module
-                    copy_into(entries[name], state[name])
+                for of_rank in lanes if shape is not None else ():  # extra states are those of the module
+                    copy_into(of_rank[name], state[name])
                 continue
             cut = kept[name].cut
             for rank, part in enumerate(kept[name].parts):
@@ -360,20 +443,41 @@ class TensorParallel(Module):
 
     def uncut(self) -> Module:
         """Return the module alone, with copies of all tensors on the first device."""
-        return self._whole("")
+        first = self.device_ids[0]
+        self.each(lambda _: None)  # no copies of a call are left in the modules
+        shared = {id(each.parts[0]): leaf_like(each.parts[0], each.whole(first)) for each in self._kept.values()}
+        return self._restored("", copy_module(self._lanes[0].net, shared))
 
-    def _whole(self, name: str) -> Module:
-        """Return a module of ours alone, with copies of all its tensors."""
-        block, first = self.module.get_submodule(name), self.device_ids[0]
-        kept = [(id(parameter), self._kept[id(parameter)]) for parameter in block.parameters()]
-        copied = copy_module(block, {key: leaf_like(each.parts[0], each.whole(first)) for key, each in kept})
-        self._ranks.give_forward(modules_of(copied))
+    def _uncut_block(self, name: str) -> Module:
+        """Return a block alone, with joined copies of cut Parameters; all else is shared, also the copies of a call."""
+        first, lane = self.device_ids[0], self._lanes[0]
+        block = lane.net.get_submodule(name)
+        shared: dict[int, Any] = {id(slot.table[slot.name]): self._uncut[slot.number] for slot in lane.slots}
+        inside = set(map(id, block.parameters()))
+        for kept in self._kept.values():
+            if kept.cut is not None and id(kept.parts[0]) in inside:
+                shared[id(kept.parts[0])] = leaf_like(kept.parts[0], kept.whole(first))
+        return self._restored(name, copy_module(block, shared))
+
+    def _restored(self, path: str, copied: Module) -> Module:
+        """Give the layers of a copy of our module at a path, and the modules around them, the source's attributes."""
+        for name, module in self._source.get_submodule(path).named_modules():
+            inside = f"{path}.{name}".strip(".")
+            changed = (*(CHANGED if inside in self._plan.layers else ()), *self._plan.heads.get(inside, {}))
+            if changed:
+                layer = copied.get_submodule(name)
+                layer.__dict__.pop("forward" if inside in self._plan.layers else "", None)
+                layer.__dict__.update({each: value for each, value in vars(module).items() if each in changed})
         return copied
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Change dtypes; raise RuntimeError, before anything changes, if a part would leave its device."""
         if any(fn(torch.empty(0, device=device)).device != device for device in self.device_ids):
             refuse_moves()
+        for lane in self._lanes[1:]:  # rank 0's are ours
+            for module in lane.modules:
+                for name, buffer in module._buffers.items():
+                    module._buffers[name] = None if buffer is None else fn(buffer)
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
@@ -388,7 +492,7 @@ class TensorParallel(Module):
         return f"device_ids=[{names}], {len(self._plan.cuts)} of {len(self._kept)} parameters cut"
 
     def __repr__(self) -> str:
-        return f"TensorParallel({type(self.module).__name__}, {self.extra_repr()})"
+        return f"TensorParallel({type(self._source).__name__}, {self.extra_repr()})"
 
 
 def _called(
@@ -409,6 +513,12 @@ def _called(
             return call(*args, **kwargs)
 
 
+def _with_own_state(block: Module) -> Module:
+    """Return a copy of a rank's block with the same Parameters: nothing that it writes on itself stays."""
+    tensors = [each for module in block.modules() for each in module._parameters.values() if each is not None]
+    return copy_module(block, {id(each): each for each in tensors})
+
+
 def _cloned(entry: Any) -> Any:
     """Return a copy of an entry of a state, which may be a module's own extra state."""
     return entry.detach().clone() if isinstance(entry, torch.Tensor) else entry
@@ -416,6 +526,21 @@ def _cloned(entry: Any) -> Any:
 
 def _shape_of(entry: Any) -> tuple[int, ...] | None:
     return tuple(entry.shape) if isinstance(entry, torch.Tensor) else None
+
+
+@torch.no_grad()
+def _load_buffers(tp: TensorParallel, _: Any) -> None:
+    """Give the other ranks the buffers that rank 0 has."""
+    for lane in tp._lanes[1:]:
+        for buffer, first in zip(lane.net.buffers(), tp._lanes[0].net.buffers(), strict=True):
+            copy_into(buffer, first)
+
+
+def _refuse_hooks(net: Module) -> None:
+    """Raise ValueError for hooks on Parameters, of which the parts would know nothing."""
+    for name, parameter in net.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise ValueError(f"{name} has a hook, which its parts would not have: register it on tp.parameters()")
 
 
 def _on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
@@ -426,3 +551,27 @@ def _on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
     if tensor.device == device:
         return tensor.clone(memory_format=torch.contiguous_format)
     return to_device(tensor, device)
+
+
+class _CutParameter(Parameter):
+    """A Parameter of a module that was cut: it has no memory, and no optimizer may step it."""
+
+    @property
+    def grad(self) -> NoReturn:  # type: ignore[override]
+        """Raise RuntimeError: the optimizer would do nothing."""
+        raise RuntimeError("this Parameter's module was cut by TensorParallel: make the optimizer of tp.parameters()")
+
+
+def _emptied(net: Module) -> Module:
+    """Put the Parameters of a module on meta, and let its forward and its optimizers say so."""
+    for whole in list(net.parameters()):
+        empty = torch.Tensor._make_subclass(_CutParameter, torch.empty_like(whole, device="meta"), whole.requires_grad)
+        empty.__dict__.update(whole.__dict__)
+        whole.grad = None
+        torch.utils.swap_tensors(whole, empty)
+    net.__dict__["forward"] = _refuse_calls
+    return net
+
+
+def _refuse_calls(*args: Any, **kwargs: Any) -> NoReturn:
+    raise RuntimeError("this module was cut by TensorParallel, and has no weights of its own: call the TensorParallel")

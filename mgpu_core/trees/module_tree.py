@@ -167,7 +167,7 @@ class ModuleTree:
         takes_turns: whether ranks must run one after the other: some module adds to tensors that replicas share.
         indices: by the id of each module, and of its compiled wrapper, the index of its node.
         has_holders: whether some module has another attribute that reaches modules: a container, a bound method.
-        modules, classes: of the nodes.
+        classes: of the modules.
         others: the indices of nodes whose modules are not ordinary.
 
     Raises:
@@ -183,10 +183,10 @@ class ModuleTree:
         self._tensor_indices: dict[int, int] = {}  # by id: of tensors in their lists
         self._read(network)
         self.tensors: list[torch.Tensor] = [*self.parameters, *self.buffers]
-        self.modules = [node.module for node in self.nodes]
-        self.classes: list[type[Module]] = list(map(type, self.modules))
+        self._modules = [node.module for node in self.nodes]
+        self.classes: list[type[Module]] = list(map(type, self._modules))
         self.others = [index for index, node in enumerate(self.nodes) if not node.kind.is_ordinary]
-        holders = attributes_that_reach(self.modules, self.indices.keys())
+        holders = attributes_that_reach(self._modules, self.indices.keys())
         self.has_holders = holders is not None
         for node, names in zip(self.nodes, holders or (), strict=False):
             node.holders = names
@@ -194,13 +194,13 @@ class ModuleTree:
 
     def _find(self) -> list[Any]:
         """Return the objects that the tree was read from, by loops that run in C."""
-        tables: list[dict[str, Any]] = list(chain(*map(_tables_of, self.modules)))
+        tables: list[dict[str, Any]] = list(chain(*map(_tables_of, self._modules)))
         return [
             list(map(len, tables)),
             list(chain(*tables)),
             list(map(id, chain(*map(dict.values, tables)))),
-            list(map(type, self.modules)),
-            list(map(_compiled_of, self.modules)),
+            list(map(type, self._modules)),
+            list(map(_compiled_of, self._modules)),
         ]
 
     def is_current(self) -> bool:
@@ -210,7 +210,7 @@ class ModuleTree:
         """
         if self._found is None or self.has_holders or self._find() != self._found:
             return False
-        return attributes_that_reach(self.modules, self.indices.keys()) is None
+        return attributes_that_reach(self._modules, self.indices.keys()) is None
 
     def _read(self, network: Module) -> None:
         """Fill the lists.  It runs in every forward pass, and is written for few Python calls per module."""

@@ -15,8 +15,6 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
-from itertools import chain
-from operator import attrgetter
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -190,9 +188,6 @@ def is_note(value: Any) -> bool:
     return isinstance(value, _NOTES)
 
 
-_children_of = attrgetter("_modules")
-
-
 class StandIns:
     """Modules that stand in for others in one call, and what its forward assigns on them.
 
@@ -201,24 +196,12 @@ class StandIns:
     """
 
     def __init__(self, pairs: Iterable[tuple[Module, Module]]) -> None:
-        self._made = [(module, other, {**other.__dict__, "_modules": {**other._modules}}) for module, other in pairs]
-        self._before = self._contents()
+        self._made = [(module, other, {**vars(other), "_modules": {**other._modules}}) for module, other in pairs]
 
     @property
     def modules(self) -> list[Module]:
         """Return the modules that stand in for others."""
         return [other for _, other, _ in self._made]
-
-    def _contents(self) -> tuple[list[int], list[int]]:
-        """Return the sizes of tables of attributes and children, and the ids in them, by loops that run in C."""
-        modules = self.modules
-        tables: list[dict[str, Any]] = [*map(vars, modules), *map(_children_of, modules)]
-        return list(map(len, tables)), list(map(id, chain.from_iterable(map(dict.values, tables))))
-
-    @property
-    def are_as_before(self) -> bool:
-        """Return whether the forward has assigned and deleted nothing."""
-        return self._contents() == self._before
 
     def assigned(self) -> dict[tuple[int, str], Any]:
         """Return the attributes that the forward has assigned, by the id of the module and the name."""
@@ -240,8 +223,6 @@ class StandIns:
             is_kept: takes the id of a module, and an attribute's values before and now.
             at_home: returns a value for the module.
         """
-        if self.are_as_before:
-            return
         originals: dict[int, Any] = {id(other): module for module, other, _ in self._made}
         for module, other, name, value in self._changed():
             if is_kept(id(module), value, vars(other)[name]):

@@ -365,17 +365,19 @@ def test_modes_and_changes_reach_all_ranks():
     assert tp.eval() is tp
     assert torch.equal(loss_of(tp), loss_of(tp))
     tp.train()
-    assert tp.module.blocks[0].drop.training
+    assert all(tp.each(lambda net: net.blocks[0].drop.training))
     tp.requires_grad_(False)
-    tp.module.blocks[0].fc1.requires_grad_()
+    tp.each(lambda net: net.blocks[0].fc1.requires_grad_())
     loss_of(tp).backward()
     assert {name for name, each in tp.named_parameters() if each.grad is not None} == {
         f"weights.blocks.0.fc1.{kind}.{rank}" for kind in ("weight", "bias") for rank in (0, 1)
     }
-    assert not torch.equal(loss_of(tp), loss_of(tp))
-    for block in tp.module.blocks:
-        block.eval()
-    assert torch.equal(loss_of(tp), loss_of(tp))
+    nets = tp.each(lambda net: net)
+    nets[1].blocks[0].eval()
+    with pytest.raises(RuntimeError, match=r"changed alone: use tp\.train"):
+        loss_of(tp)
+    tp.train()
+    loss_of(tp)
 
 
 def test_autocast_half_and_double():
@@ -480,13 +482,13 @@ def meets():
 def test_ranks_that_come_to_different_layers_are_told_so(meets):
     x = torch.rand(2, 7, device=cpu(1)[0])
     wanted = meets(x)
-    meets.module.skips[0] = "a"
+    meets.each(lambda net: net.skips.__setitem__(0, "a"))
     with pytest.raises(Exception, match="rank 0 came to a and rank 1 to b"):
         meets(x)
-    meets.module.skips[0] = "b"
+    meets.each(lambda net: net.skips.__setitem__(0, "b"))
     with pytest.raises(Exception, match="rank 1 ended without coming"):
         meets(x)
-    meets.module.skips[0] = None
+    meets.each(lambda net: net.skips.__setitem__(0, None))
     assert torch.equal(meets(x), wanted)
 
 
@@ -494,10 +496,10 @@ def test_ranks_that_come_to_different_layers_are_told_so(meets):
 def test_a_rank_that_fails_ends_the_call(meets, error):
     x = torch.rand(2, 7, device=cpu(1)[0])
     wanted = meets(x)
-    meets.module.fails[0] = error
+    meets.each(lambda net: net.fails.__setitem__(0, error))
     with pytest.raises(type(error)):
         meets(x)
-    meets.module.fails[0] = None
+    meets.each(lambda net: net.fails.__setitem__(0, None))
     assert torch.equal(meets(x), wanted)
 
 
@@ -513,12 +515,8 @@ def test_a_method_draws_what_the_module_alone_would_draw(meets):
 
 
 def test_a_layer_outside_of_a_call_says_so(meets):
-    views = []
-    meets.module.register_forward_pre_hook(lambda view, _: views.append(view))
-    x = torch.rand(2, 7, device=cpu(1)[0])
-    meets(x)
     with pytest.raises(Exception, match="ranks, which meet in calls of the TensorParallel alone"):
-        views[0](x.to(views[0].a.weight.device))
+        meets.each(lambda net: net(torch.rand(2, 7, device=cpu(1)[0])))
 
 
 def test_threads_and_memory_stay_flat():
@@ -896,24 +894,25 @@ def test_buffers_are_in_the_state_and_follow_it():
     tp.eval()
     other.eval()
     assert torch.equal(tp(x), other(x))
-    assert torch.equal(other.module[0].running_var, tp.state_dict()["weights.0.running_var"])
+    assert torch.equal(
+        other.each(lambda net: net[0].running_var.cpu())[1], tp.state_dict()["weights.0.running_var"].cpu()
+    )
     assert torch.allclose(tp(x), tp.uncut()(x), rtol=0, atol=1e-12)
-    assert tp.float().module[0].running_mean.dtype == torch.float32
+    assert tp.float().each(lambda net: net[0].running_mean.dtype) == [torch.float32] * 2
 
 
 def test_changes_of_all_ranks_are_in_the_uncut_module_and_new_parameters_are_refused():
     tp, x = cut(made(), 2), here(TOKENS)
     tp(x)
-    tp.module.blocks[0].fc1.requires_grad_(False)
-    tp.module.blocks[1].drop = nn.Dropout(0.5)
+    tp.each(lambda net: net.blocks[0].fc1.requires_grad_(False))
+    tp.each(lambda net: setattr(net.blocks[1], "drop", nn.Dropout(0.5)))
     whole = tp.uncut()
     assert whole.blocks[1].drop.p == 0.5
     assert not whole.blocks[0].fc1.weight.requires_grad
     tp.eval()
     assert torch.allclose(whole.eval()(x)["logits"], tp(x)["logits"], rtol=0, atol=1e-12)
-    tp.module.blocks.append(Block())
     with pytest.raises(RuntimeError, match="change the module before it is cut"):
-        tp(x)
+        tp.each(lambda net: net.blocks.append(Block()))
 
 
 @pytest.mark.parametrize("kind", [SGD, Lion])

@@ -133,7 +133,7 @@ def test_no_false_alarm_and_nothing_changes(kind, dtype):
     (wanted, before), (found, after) = seen
     assert torch.allclose(found, wanted, rtol=0, atol=2e-2 if dtype == torch.bfloat16 else 1e-5)
     assert torch.equal(before, after)
-    assert all(module.training for module in tp.module.modules())
+    assert all(each.training for lane in tp._lanes for each in lane.net.modules())
     assert not any(each._forward_pre_hooks for each in tp.uncut().modules())
     found.sum().backward()
 

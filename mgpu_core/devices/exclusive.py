@@ -54,7 +54,7 @@ class Exclusive:
             self._inside.discard(get_ident())
             if not self._inside:
                 self._is_alone = False
-                self._changed.notify_all()
+            self._changed.notify_all()  # one that is inside may wait to be alone
 
     def __enter__(self) -> None:
         self.enter()

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn._reduction import legacy_get_string
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from mgpu_core.support.null_context import NULL_CONTEXT
@@ -230,10 +231,16 @@ def reduction_of(loss_fn: Any, asked: str) -> str:
         function, keywords = _opened(loss_fn)
         if getattr(function, "__module__", None) != functional.__name__:
             return asked
-        reduction = keywords.get("reduction", "mean")
+        reduction = _reduction(keywords.get("size_average"), keywords.get("reduce"), keywords.get("reduction", "mean"))
     if asked == "weighted" or reduction not in ("mean", "sum", "batchmean"):
         return asked
     return "sum" if reduction == "sum" else "mean"
+
+
+def _reduction(size_average: bool | None, reduce: bool | None, reduction: str) -> str:
+    """Return the reduction of a loss of torch, whose two old arguments say it where one of them is given."""
+    is_old = size_average is not None or reduce is not None
+    return legacy_get_string(size_average, reduce, emit_warning=False) if is_old else reduction
 
 
 def _opened(loss_fn: Any) -> tuple[Any, Mapping[str, Any]]:
@@ -302,7 +309,11 @@ def weight_of(
 
     For ``result`` torch has computed it: it keeps it for the backward.
     """
-    if reduction != "mean" or type(target) is not torch.Tensor or target.dtype.is_floating_point:
+    if (
+        _reduction(size_average, reduce, reduction) != "mean"
+        or type(target) is not torch.Tensor
+        or target.dtype.is_floating_point
+    ):
         return None
     if result is not None and type(result.grad_fn).__name__ in _KEEPS_WEIGHT:
         node: Any = result.grad_fn

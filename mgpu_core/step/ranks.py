@@ -112,7 +112,6 @@ class Ranks:
         modules, tree = self.net.of_ranks(count), self.net.tree
         loss = self.loss if with_loss else None
         loss_fns = loss.of_ranks(count) if isinstance(loss, RankModules) else [loss] * count
-        workers = self.workers.way
         watched = Call(self.net.module, modules, tree, modules) if self._first_calls.go_on and count > 1 else None
         called = modules if watched is None else self._first_calls.begin(watched).called
         calls: list[Callable[[], Any]] = []
@@ -124,20 +123,22 @@ class Ranks:
         versions = self.replicas.versions
         self._draws.ranks_meet = tree.ranks_meet
         form = tree.modes, *map(type, parts[0].inputs), *parts[0].kwargs
+        workers = self.workers.way
         try:
             with NULL_CONTEXT if tracer.sink is None else span("apply"):
                 results = run.run(calls, draws=self._draws, workers=workers, form=form)
+            self.replicas.check_unwritten(versions)
+            if watched is not None:
+                self._first_calls.end(watched)
+            return results
         except RuntimeError as error:
             names = [] if watched is None else self._first_calls.changed(watched)
             if "through the graph a second time" in str(error) and (names or workers == "threads"):
                 raise RuntimeError(f"a loss reads a tensor of another rank's forward: {text_of_lost(names)}") from error
             raise
-        self.replicas.check_unwritten(versions)
-        if watched is not None:
-            self._first_calls.end(watched)
-        if REWIRED in vars(modules[-1]) and not self.net.is_static:
-            loosen(modules)
-        return results
+        finally:
+            if REWIRED in vars(modules[-1]) and not self.net.is_static:
+                loosen(modules)
 
     def stop(self, seconds: float) -> bool:
         """Let no rank begin any more; return whether all have ended in that time."""

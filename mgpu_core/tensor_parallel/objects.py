@@ -150,7 +150,7 @@ def _copied(given: Any, devices: Sequence[torch.device]) -> list[Any]:
 
 
 def _contents_of(given: Any) -> list[Any]:
-    """Return all that an object holds, at any depth: weak references to tensors with their versions, and values.
+    """Return all that an object holds, at any depth: weak references, to tensors with their versions, and values.
 
     Every call asks this of the caches that it gives back, so there is no function call for each of their parts.
     """
@@ -164,25 +164,47 @@ def _contents_of(given: Any) -> list[Any]:
             contents += ((weakref.ref(value), -1 if value.is_inference() else value._version, value.shape),)
         elif depth and id(value) not in seen:
             seen.add(id(value))
-            waiting += [(part, depth - 1) for part in _parts_of(value)]
+            parts = _parts_of(value)
+            contents += (_of_itself(value),) if parts is None else ()
+            waiting += [(part, depth - 1) for part in parts or ()]
     return contents
 
 
-def _parts_of(value: Any) -> Iterable[Any]:
+def _parts_of(value: Any) -> Iterable[Any] | None:
+    """Return the parts of a container or an object with attributes; ``None``: it has none that can be seen."""
     if isinstance(value, Mapping):
         return [*value.keys(), *value.values()]
-    if isinstance(value, Sequence | Set):
+    if isinstance(value, Sequence | Set) and not isinstance(value, bytearray | memoryview):
         return value
-    return vars(value).values() if hasattr(value, "__dict__") else ()
+    parts = [*vars(value).values()] if hasattr(value, "__dict__") else []
+    slots = [name for kind in type(value).__mro__ for name in _names(vars(kind).get("__slots__", ()))]
+    parts += [getattr(value, name) for name in slots if hasattr(value, name)]
+    return parts or None
+
+
+def _names(slots: Any) -> Iterable[str]:
+    return (slots,) if isinstance(slots, str) else slots
+
+
+def _of_itself(value: Any) -> Any:
+    """Return the bytes of an array, or a weak reference; a value that can have none is compared as it is."""
+    try:
+        return bytes(memoryview(value))
+    except (TypeError, ValueError):
+        pass
+    try:
+        return (weakref.ref(value),)
+    except TypeError:
+        return value
 
 
 def tensors_held(given: Any) -> list[torch.Tensor]:
     """Return the tensors that an object holds, at any depth."""
-    tensors = (each[0]() for each in _contents_of(given) if isinstance(each, tuple))
-    return [each for each in tensors if each is not None]
+    referents = (entry[0]() for entry in _contents_of(given) if isinstance(entry, tuple))
+    return [each for each in referents if isinstance(each, torch.Tensor)]
 
 
 def _is_same(one: Any, other: Any) -> bool:
     if isinstance(one, tuple) and isinstance(other, tuple):
         return one[0]() is other[0]() is not None and one[1:] == other[1:]
-    return type(one) is type(other) and bool(one == other)
+    return one is other or (type(one) is type(other) and bool(one == other))

@@ -1,6 +1,7 @@
 """A right that many threads have at once, or one alone."""
 
 import threading
+import time
 
 import pytest
 
@@ -55,3 +56,23 @@ def test_who_leaves_without_being_inside_lets_nobody_in(monkeypatch):
     exclusive.leave()
     with pytest.raises(Error, match="the other did not end"):
         exclusive.enter()
+
+
+def test_one_that_is_inside_waits_to_be_alone_until_the_others_have_left(monkeypatch):
+    monkeypatch.setenv("MGPU_CORE_TIMEOUT", "8")
+    exclusive, came = Exclusive("the other did not end"), threading.Event()
+    exclusive.enter(lambda: False)
+
+    def other():
+        exclusive.enter(lambda: False)
+        came.set()
+        threading.Event().wait(0.2)
+        exclusive.leave()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert came.wait(20)
+    began = time.monotonic()
+    assert exclusive.enter() is True
+    assert time.monotonic() - began < 5
+    thread.join(20)

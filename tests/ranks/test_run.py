@@ -11,6 +11,7 @@ from mgpu_core import Error
 from mgpu_core.devices.time_limits import TIMEOUT_VARIABLE
 from mgpu_core.ranks.run import Run, current_lane
 from mgpu_core.ranks.team import Team
+from mgpu_core.ranks.waiting import Waiting
 
 
 def run_of(ranks, **settings):
@@ -120,6 +121,34 @@ def test_a_meeting_that_is_late():
 
     with pytest.raises(Error, match=r"did not (come to a synchronised layer|end) within 0\.3 s"):
         run(2, work)
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_lane_ends_while_another_still_makes_their_meeting():
+    waiting, made, ended = Waiting({}, []), threading.Event(), []
+
+    def last():
+        waiting.begin(1)
+        waiting.meet("key", 1, None, lambda values: made.wait(20) and values, 2)
+        waiting.end(1)
+
+    def first():
+        waiting.begin(0)
+        with pytest.raises(Error, match=r"did not come to a synchronised layer within 0\.3 s"):
+            waiting.meet("key", 0, None, lambda values: values, 2)
+        waiting.end(0)
+        ended.append(0)
+
+    threads = [threading.Thread(target=first), threading.Thread(target=last)]
+    threads[0].start()
+    time.sleep(0.1)  # it is the first to come
+    threads[1].start()
+    threads[0].join(20)
+    assert ended == [0]
+    assert waiting.stop(0.1) is False  # the other is at work
+    made.set()
+    threads[1].join(20)
+    assert waiting.stop(20) is True
 
 
 PLAN = ["F0", "F1", "B0", "F2", "B1", "B2"]

@@ -139,3 +139,35 @@ def test_a_replica_with_a_hook_of_its_own_ends_with_its_call():
             step(torch.ones(6, 3), torch.ones(6, 2))
         wake_workers()
         assert sum(type(each) is HooksItself for each in gc.get_objects()) == 1
+
+
+class Keeps(nn.Module):
+    """Keeps a method of its own, as a patched forward does."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 2)
+        self.run = self.inner.forward
+
+    def forward(self, x):
+        replicas.append(weakref.ref(self))
+        if x.isnan().any():
+            raise ValueError("a bad batch")
+        return self.run(x)
+
+
+replicas = []
+
+
+@pytest.mark.several_ranks
+def test_a_call_that_fails_frees_its_replicas():
+    net = Keeps()
+    step = TrainStep(net, mse, SGD(net.parameters(), lr=0.1), cpu(2), workers="threads")
+    step(torch.ones(4, 4), torch.zeros(4, 2))
+    replicas.clear()
+    with no_collector():
+        with pytest.raises(ValueError, match="a bad batch"):
+            step(torch.full((4, 4), torch.nan), torch.zeros(4, 2))
+        wake_workers()
+        assert len(replicas) == 2
+        assert [each() for each in replicas if each() is not net] == [None]

@@ -3,6 +3,7 @@
 import copy
 import functools
 
+import numpy
 import pytest
 import torch
 from fakes.nets import cpu
@@ -225,3 +226,41 @@ def test_state_in_buffers_hooks_and_objects_that_are_reached_twice(kind, ranks):
     tp, alone = pair(KEPT[kind], ranks)
     for seed in range(4):
         assert torch.allclose(tp(rows(seed)), alone(rows(seed)), rtol=0, atol=1e-12), seed
+
+
+class Scales:
+    """An argument that a forward reads, of a kind whose contents are hard to see."""
+
+    __slots__ = ("__weakref__", "by")
+
+    def __init__(self, by):
+        self.by = by
+
+    def scale(self, y):
+        return self.by(y) if callable(self.by) else y * float(self.by[0])
+
+
+class ReadsAnArgument(Net):
+    def forward(self, x, scales):
+        return self.down(scales.scale(torch.tanh(self.up(x))))
+
+
+CHANGES = {
+    "numpy": (lambda: numpy.ones(2), lambda by: by.__setitem__(0, 3)),
+    "bytes": (lambda: bytearray(b"\x01\x01"), lambda by: by.__setitem__(0, 3)),
+    "list": (lambda: [1.0, float("nan")], lambda by: by.__setitem__(0, 3)),
+}
+
+
+@pytest.mark.parametrize("kind", [*CHANGES, "function", "exchanged"])
+def test_an_argument_that_the_user_changes_between_calls_is_read_anew(kind):
+    tp, alone = pair(ReadsAnArgument, 2)
+    made, change = CHANGES.get(kind, (lambda: torch.sin, None))
+    scales = Scales(made())
+    for _ in range(3):
+        assert torch.allclose(tp(rows(), scales), alone(rows(), scales), rtol=0, atol=1e-12)
+    if change is not None:
+        change(scales.by)
+    else:
+        scales.by = torch.cos if kind == "function" else [2.0]
+    assert torch.allclose(tp(rows(), scales), alone(rows(), scales), rtol=0, atol=1e-12)

@@ -231,16 +231,13 @@ def reduction_of(loss_fn: Any, asked: str) -> str:
         function, keywords = _opened(loss_fn)
         if getattr(function, "__module__", None) != functional.__name__:
             return asked
-        reduction = _reduction(keywords.get("size_average"), keywords.get("reduce"), keywords.get("reduction", "mean"))
+        reduction = keywords.get("reduction", "mean")
+        if {"size_average", "reduce"} & keywords.keys():  # torch's old words
+            old = keywords.get("size_average"), keywords.get("reduce")
+            reduction = legacy_get_string(*old, emit_warning=False)
     if asked == "weighted" or reduction not in ("mean", "sum", "batchmean"):
         return asked
     return "sum" if reduction == "sum" else "mean"
-
-
-def _reduction(size_average: bool | None, reduce: bool | None, reduction: str) -> str:
-    """Return the reduction of a loss of torch, whose two old arguments say it where one of them is given."""
-    is_old = size_average is not None or reduce is not None
-    return legacy_get_string(size_average, reduce, emit_warning=False) if is_old else reduction
 
 
 def _opened(loss_fn: Any) -> tuple[Any, Mapping[str, Any]]:
@@ -309,11 +306,9 @@ def weight_of(
 
     For ``result`` torch has computed it: it keeps it for the backward.
     """
-    if (
-        _reduction(size_average, reduce, reduction) != "mean"
-        or type(target) is not torch.Tensor
-        or target.dtype.is_floating_point
-    ):
+    if size_average is not None or reduce is not None:
+        reduction = legacy_get_string(size_average, reduce, emit_warning=False)
+    if reduction != "mean" or type(target) is not torch.Tensor or target.dtype.is_floating_point:
         return None
     if result is not None and type(result.grad_fn).__name__ in _KEEPS_WEIGHT:
         node: Any = result.grad_fn

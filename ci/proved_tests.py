@@ -5,7 +5,8 @@ they are in ``ci/proved_tests.txt``, after ``MGPU_CI=full bash .ci/run`` has pas
 
 A digest is over the test file and whatever it reaches: what it imports or mentions by its dotted name, also in strings
 that it runs, and in turn what that imports; what lies beside it, and is no test itself; the folders that it names; and
-what all tests depend on (``ALWAYS``).  A file that starts the package's command, or is in one of
+what all tests depend on (``ALWAYS``); the versions of Python, of torch, and of the ``LIBRARIES`` that it names, so that
+a new release of one of them proves nothing.  A file that starts the package's command, or is in one of
 ``WHOLE_FOLDERS``, reaches all of the package.  What stands directly in ``tests/`` or in ``tests/docs/`` reads the whole
 repository and always runs, and with ``MGPU_CI=full`` everything does.
 """
@@ -20,6 +21,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from functools import cache
 from hashlib import sha256
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,6 +31,10 @@ PACKAGE, TESTS = ROOT / "mgpu_core", ROOT / "tests"
 ALWAYS = (
     *("csrc", "cmake", "build_backend", "CMakeLists.txt", "pyproject.toml", "conftest.py"),
     *("ci/python", "ci/fakes", "ci/common.sh", "ci/proved_tests.py", "tests/fakes", "mgpu_core/__init__.py"),
+)
+LIBRARIES = (
+    *("accelerate", "diffusers", "lightning", "numpy", "peft", "skorch", "timm", "torch_geometric", "torchmetrics"),
+    *("torchvision", "transformers"),
 )
 FOLDERS = ("benchmarks", "docs", "tools")  # at the root, which tests may name
 # Folders of tests that use the package through fakes and scripts.
@@ -168,11 +174,26 @@ def conftests_of(file: Path) -> list[Path]:
     ]
 
 
+@cache
+def version_of(library: str) -> str:
+    """Return the version that is installed, without the name of a build; nothing if there is none."""
+    try:
+        return version(library).partition("+")[0]
+    except PackageNotFoundError:
+        return ""
+
+
+def versions_for(file: Path) -> str:
+    """Return the versions on which a test depends."""
+    named = [library for library in LIBRARIES if re.search(rf"\b{library}\b", text_of(file))]
+    return str([sys.version_info[:2], *((library, version_of(library)) for library in ("torch", *named))])
+
+
 def digests() -> dict[str, str]:
     """Return the digest of each test file in a folder of ``tests/``, by its path there."""
     found = {}
     for file in sorted(set(TESTS.glob("*/**/test_*.py")) - set(TESTS.glob("docs/*"))):
-        whole = sha256()
+        whole = sha256(versions_for(file).encode())
         for one in sorted(reached(file)):
             whole.update(str(one.relative_to(ROOT)).encode() + digest_of(one))
         found[str(file.relative_to(TESTS))] = whole.hexdigest()[:16]

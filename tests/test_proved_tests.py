@@ -54,3 +54,12 @@ def test_a_run_loads_no_file_of_the_package_that_it_is_not_said_to_reach(proved,
     names = {file.partition("mgpu_core/")[2] for file in json.loads((tmp_path / "files").read_text())}
     said = {str(file.relative_to(folder)) for file in proved.reached(TESTS / test) if file.is_relative_to(folder)}
     assert {name for name in names if name.endswith(".py")} - {"__init__.py"} <= said
+
+
+def test_another_version_of_a_library_proves_nothing_for_tests_that_use_it(proved, monkeypatch):
+    plain, hub = "comm/test_rank_sums.py", "integrations/test_tensor_parallel_models.py"
+    before = {test: proved.versions_for(TESTS / test) for test in (plain, hub)}
+    installed = proved.version_of
+    for library, others in {"torch": {plain, hub}, "transformers": {hub}, "skorch": set()}.items():
+        monkeypatch.setattr(proved, "version_of", lambda name, of=library: "0" if name == of else installed(name))
+        assert {test for test in before if proved.versions_for(TESTS / test) != before[test]} == others

@@ -13,7 +13,6 @@ from mgpu_core.devices.transfer import module_to
 from mgpu_core.parallel.replicate_modules import compiled_by_rank, plain_copies
 from mgpu_core.ranks.team import Team
 from mgpu_core.trace.tracer import span
-from mgpu_core.trees.module_copy import copy_module
 from mgpu_core.trees.module_tree import ModuleTree, tensors_of
 from mgpu_core.trees.replica_parameters import follow_attributes
 from mgpu_core.trees.views import build_replica
@@ -110,11 +109,11 @@ class RankModules:
 def replicas_of_loss(loss_fn: Any, team: Team, *, static: bool) -> Any:
     """Return the replicas of a loss module with tensors (class weights, a running centre); anything else as it is.
 
-    A module on another device than the first is copied there, once.
+    A module on another device than the first is moved there, as ``Module.to`` does.
     """
     tensors = tensors_of(loss_fn) if isinstance(loss_fn, Module) else []
     if not tensors:
         return loss_fn
     if any(tensor.device != team.devices[0] for tensor in tensors):
-        loss_fn = module_to(copy_module(loss_fn), team.devices[0])
+        module_to(loss_fn, team.devices[0])
     return RankModules(loss_fn, team, None, static=static)

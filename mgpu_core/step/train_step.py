@@ -59,7 +59,8 @@ class TrainStep:
         net: the module to train, on ``device_ids[0]`` (moved there if there is one device).  Its parameters are current
             after every step.
         loss_fn: ``loss_fn(output, target)``, a tensor of one element; ``None``: the module returns the loss itself.
-            Buffers of a module (class weights) and its modes are followed, as those of ``net`` are.
+            A module is moved to the first device; its buffers (class weights) and modes are followed, as those of
+            ``net`` are.
         optimizer: any ``torch.optim.Optimizer`` over parameters of ``net``.  Those of :mod:`mgpu_core.optim` update all
             devices by one kernel per bucket; any other makes its own ``step()`` once, on the first device, and the
             others get the values.

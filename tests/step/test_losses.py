@@ -1,5 +1,6 @@
 """Losses that leave rows out, or weigh classes: torch's own are one device's to the last digit, whatever a rank has."""
 
+import copy
 import warnings
 from functools import partial
 
@@ -347,3 +348,20 @@ def test_a_checkpointed_loss_runs_as_often_as_on_one_device():
     del calls[:]
     step(x, y)
     assert len(calls) == 2 * 2  # on two ranks, forward and backward
+
+
+def test_a_loss_module_of_the_host_is_moved_and_followed():
+    """Also on several accelerators: what the user changes on it between steps counts."""
+    first = cpu(1)[0]
+    net = nn.Linear(4, 3).to(first)
+    loss_fn = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0], device="cpu"), reduction="sum")
+    step = TrainStep(net, loss_fn, torch.optim.SGD(net.parameters(), lr=0.1), cpu(2), reduction="sum")
+    assert loss_fn.weight.device == torch.device(first)
+    x, y = torch.randn(6, 4, device=first), torch.tensor([0, 1, 2, 0, 1, 2], device=first)
+    for factor in (1, 3):
+        loss_fn.weight.mul_(factor)
+        alone = copy.deepcopy(net)
+        alone.zero_grad()
+        loss_fn(alone(x), y).backward()
+        step(x, y)
+        assert torch.allclose(net.weight.grad, alone.weight.grad, atol=1e-5)

@@ -3,7 +3,7 @@
 ``SGD``, ``Adam`` and ``AdamW`` take the arguments of ``torch.optim``'s and are subclasses of them; a ``state_dict``
 of the one loads into the other.  A further optimizer is a row of :mod:`mgpu_core.optim.rules` and a kernel: ``Lion``.
 Inside a :class:`~mgpu_core.TrainStep` clipping and the loss scale go into the kernel: ``grad`` holds the sums as they
-were before.  With ``shard_optimizer=True`` each device keeps a part of the state, and ``state`` shows none of it.
+were before.  With ``shard="optimizer"`` each device keeps a part of the state, and ``state`` shows none of it.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class Communication:
     shards: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.shards = len(set(self.options.team.devices)) if self.options.shard_optimizer else 1
+        self.shards = len(set(self.options.team.devices)) if self.options.shard else 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,11 +91,11 @@ class OptimizerStep:
     def _check_shards(self) -> None:
         if not self.is_flat:
             raise ValueError(
-                f"shard_optimizer is for the optimizers of mgpu_core.optim (SGD, Adam, AdamW, Lion), not for "
+                f'shard="optimizer" is for the optimizers of mgpu_core.optim (SGD, Adam, AdamW, Lion), not for '
                 f"{type(self._optimizer).__module__.removesuffix('._functional')}.{type(self._optimizer).__name__}"
             )
         if self._replicas.is_mixed:
-            raise ValueError("shard_optimizer wants devices of one kind: those of several round differently")
+            raise ValueError('shard="optimizer" wants devices of one kind: those of several round differently')
 
     @property
     def memory(self) -> tuple[int, int] | None:

@@ -41,7 +41,7 @@ class Options:
     accumulate: int
     clip_norm: float | None
     error_if_nonfinite: bool
-    shard_optimizer: bool
+    shard: str | None
     bucket_nbytes: int
     comm_dtype: torch.dtype | None
     algorithm: str
@@ -54,6 +54,8 @@ class Options:
         _check_choice("reduction", self.reduction, REDUCTIONS)
         _check_choice("loss_on", self.loss_on, ("ranks", "gathered"))
         _check_choice("algorithm", self.algorithm, ALGORITHMS)
+        if self.shard not in (None, "optimizer"):
+            raise ValueError(f'shard must be None or "optimizer", not {self.shard!r}')
         check_workers(self.workers)
         check_rng(self.rng)
         self._check_numbers()
@@ -89,7 +91,7 @@ class Options:
         given = {
             "process_group": self.has_processes,
             'loss_on="gathered"': self.loss_on == "gathered",
-            "shard_optimizer": self.shard_optimizer,
+            "shard": self.shard is not None,
             "static_graph": self.static_graph,
             "capture": self.capture,
             "dim": self.dim != getattr(self.module, "dim", self.dim),
@@ -113,7 +115,7 @@ class Options:
     def shared(self) -> dict[str, Any]:
         """Return the settings that all processes of a step must have in common, by their names."""
         names = "reduction", "accumulate", "clip_norm", "error_if_nonfinite", "amp_dtype", "bucket_nbytes", "comm_dtype"
-        shards = len(set(self.team.devices)) if self.shard_optimizer else 1  # the layout depends on it
+        shards = len(set(self.team.devices)) if self.shard else 1  # the layout depends on it
         settings = {name: getattr(self, name) for name in names}
         settings |= {"shards": shards, "optimizer": type(self.optimizer).__name__}
         for i, group in enumerate(self.optimizer.param_groups):

@@ -104,5 +104,5 @@ class _End:
 
 def why_not_over_pipeline(options: Options) -> str | None:
     """Return which argument a step over a Pipeline does not take; ``None``: it takes all, or is over no Pipeline."""
-    names = "process_group", 'loss_on="gathered"', "shard_optimizer", "static_graph", "capture", "dim"
+    names = "process_group", 'loss_on="gathered"', "shard", "static_graph", "capture", "dim"
     return options.why_not_over(Pipeline, *names)

@@ -158,4 +158,4 @@ class Ranks:
 
 def why_not_cut(options: Options) -> str | None:
     """Return which argument a step over a TensorParallel does not take; ``None``: it takes all, or is over none."""
-    return options.why_not_over(TensorParallel, "process_group", "shard_optimizer", "capture")
+    return options.why_not_over(TensorParallel, "process_group", "shard", "capture")

@@ -92,8 +92,8 @@ class TrainStep:
         clip_norm: the largest norm that the gradient of all parameters may have; a larger one is scaled down.
         error_if_nonfinite: raise ``FloatingPointError`` instead of updating by a NaN or infinite gradient; ``None``:
             where that needs no wait, on the CPU.
-        shard_optimizer: each device keeps the optimizer's state of its part of each bucket alone, and updates that:
-            an N-th of the memory, the same numbers.  For :mod:`mgpu_core.optim`; gradients are not shown then.
+        shard: ``"optimizer"``: each device keeps the optimizer's state of its part of each bucket alone, and updates
+            that: an N-th of the memory, the same numbers.  For :mod:`mgpu_core.optim`; gradients are not shown then.
 
     Args for the sums of gradients:
         bucket_nbytes: how many bytes of gradients are summed together.
@@ -139,7 +139,7 @@ class TrainStep:
         accumulate: int = 1,
         clip_norm: float | None = None,
         error_if_nonfinite: bool | None = None,
-        shard_optimizer: bool = False,
+        shard: str | None = None,
         bucket_nbytes: int = DEFAULT_NBYTES,
         comm_dtype: torch.dtype | None = None,
         algorithm: str = "auto",
@@ -161,7 +161,7 @@ class TrainStep:
             accumulate=accumulate,
             clip_norm=clip_norm,
             error_if_nonfinite=error_if_nonfinite,
-            shard_optimizer=shard_optimizer,
+            shard=shard,
             bucket_nbytes=bucket_nbytes,
             comm_dtype=comm_dtype,
             algorithm=algorithm,

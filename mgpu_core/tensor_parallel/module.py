@@ -16,6 +16,7 @@ from mgpu_core.devices.devices import DeviceLike, as_devices
 from mgpu_core.devices.exclusive import Exclusive
 from mgpu_core.devices.time_limits import time_limit
 from mgpu_core.devices.transfer import copy_into, to_device
+from mgpu_core.optim.flat_buffers import holders
 from mgpu_core.ranks.compiled import outside_the_compiler
 from mgpu_core.ranks.modes import check_modes
 from mgpu_core.ranks.random import RankStream, random_numbers_kept
@@ -30,7 +31,6 @@ from mgpu_core.tensor_parallel.plan import WeightCut, read_plan
 from mgpu_core.tensor_parallel.proof import Proof, arguments
 from mgpu_core.trace import tracer
 from mgpu_core.trace.events import ALL_RANKS
-from mgpu_core.trace.tracer import in_span, span
 from mgpu_core.trees.module_copy import copy_module, leaf_like
 from mgpu_core.trees.module_tree import check_initialised
 from mgpu_core.trees.moves import is_spread, refuse_moves
@@ -148,6 +148,7 @@ class TensorParallel(Module):
         self._proof = Proof(net, self._plan) if len(self._lanes) > 1 else None
         self._refusal: str | None = None
         self._share_buffers()
+        holders.add(self)
         if files is not None:
             self._load(files)
         self.__dict__["_source"] = _emptied(net)
@@ -216,6 +217,11 @@ class TensorParallel(Module):
             if isinstance(module, torch.nn.TransformerEncoderLayer):
                 module.register_forward_hook(lambda *_: None)  # without one it may read its layers' weights itself
         return _RankCopy(copied, list(copied.modules()), slots)
+
+    @property
+    def held(self) -> list[torch.Tensor]:
+        """The Parameters that are not cut as the ranks' copies have them: some share memory with our own."""
+        return [slot.table[slot.name] for lane in self._lanes for slot in lane.slots]
 
     def _share_buffers(self) -> None:
         """Have the buffers of rank 0's copy among our own, and load them into the other ranks, too."""
@@ -297,7 +303,7 @@ class TensorParallel(Module):
             raise ValueError(self._refusal)
         with self._at_work, self._objects:
             watch: Any = NULL_CONTEXT if self._proof is None else self._proof.seen([lane.net for lane in self._lanes])
-            whole = NULL_CONTEXT if tracer.sink is None else span("tensor_parallel")
+            whole = NULL_CONTEXT if tracer.sink is None else tracer.span("tensor_parallel")
             with whole, self._numbers.of_call(method, self._modes()) as (numbers, drawn), watch as seen:
                 arguments = self._on_ranks(inputs, kwargs)
                 self._spread()
@@ -307,7 +313,7 @@ class TensorParallel(Module):
                 ]
                 if tracer.sink is not None:
                     pairs = zip(enumerate(self.device_ids), calls, strict=True)
-                    calls = [partial(in_span, "forward", *each, call) for each, call in pairs]
+                    calls = [partial(tracer.in_span, "forward", *each, call) for each, call in pairs]
                 run = Run(self._team)
                 try:
                     results = run.run(calls, draws=None, workers="threads")

@@ -174,7 +174,7 @@ def test_class_weights_that_change_between_replays(devices):
     [
         (["fake:0", "cpu"], {}, "there are no CUDA graphs on cpu"),
         (["fake:0", "fake:1"], {}, "its ranks are on several devices"),
-        (["fake:0", "fake:1"], {"shard_optimizer": True}, "its ranks are on several devices"),
+        (["fake:0", "fake:1"], {"shard": "optimizer"}, "its ranks are on several devices"),
     ],
 )
 def test_why_not(devices, settings, reason):

@@ -42,8 +42,8 @@ class Strided(nn.Module):
 def pair(devices, make, **settings):
     nets = [Strided().double().to(devices[0]) for _ in range(2)]
     return [
-        TrainStep(net, mse, make(net.parameters()), devices, shard_optimizer=shards, bucket_nbytes=2000, **settings)
-        for net, shards in zip(nets, (True, False), strict=True)
+        TrainStep(net, mse, make(net.parameters()), devices, shard=shard, bucket_nbytes=2000, **settings)
+        for net, shard in zip(nets, ("optimizer", None), strict=True)
     ]
 
 
@@ -95,7 +95,7 @@ def test_settings(settings):
 @pytest.mark.parametrize("devices", TEAMS, ids=str)
 def test_each_device_keeps_an_nth_of_the_state(devices):
     net = nn.Linear(64, 64).to(devices[0])
-    step = TrainStep(net, mse, AdamW(net.parameters()), devices, shard_optimizer=True)
+    step = TrainStep(net, mse, AdamW(net.parameters()), devices, shard="optimizer")
     step(numbers(8, 64), numbers(8, 64))
     kept = {
         device.groups.device: sum(each.numel() for flats in device.states.values() for each in flats)
@@ -111,7 +111,7 @@ def test_each_device_keeps_an_nth_of_the_state(devices):
 
 def test_gradients_are_scattered_and_values_gathered():
     net = nn.Linear(64, 64).to("fake:0")
-    step = TrainStep(net, mse, AdamW(net.parameters()), TEAMS[1][:2], shard_optimizer=True)
+    step = TrainStep(net, mse, AdamW(net.parameters()), TEAMS[1][:2], shard="optimizer")
     step(numbers(8, 64), numbers(8, 64))
     _core.reset_counters()
     step(numbers(8, 64), numbers(8, 64))
@@ -188,7 +188,7 @@ def test_an_overflow_is_seen_in_every_shard():
         net = nn.Linear(2, 600, bias=False).to("fake:0")
         step = TrainStep(
             net, lambda output, target: (output.float() * target).sum(), SGD(net.parameters(), lr=1.0),
-            ["fake:0", "fake:1", "fake:2"], reduction="sum", amp_dtype=torch.float16, shard_optimizer=True,
+            ["fake:0", "fake:1", "fake:2"], reduction="sum", amp_dtype=torch.float16, shard="optimizer",
             error_if_nonfinite=False,
         )  # fmt: skip
         before = net.weight.detach().clone()
@@ -210,7 +210,7 @@ def test_an_overflow_is_seen_in_every_shard():
 def test_what_shards_cannot_have(make, devices, text):
     net = Linear().to("fake:0")
     with pytest.raises(ValueError, match=text):
-        TrainStep(net, mse, make(net.parameters()), devices, shard_optimizer=True)
+        TrainStep(net, mse, make(net.parameters()), devices, shard="optimizer")
     assert not any(each._post_accumulate_grad_hooks for each in net.parameters())
 
 
@@ -226,7 +226,7 @@ def test_hooks_on_the_optimizer_run_once_a_step():
 
 def test_on_one_device_there_is_nothing_to_share():
     net = Linear().to("fake:0")
-    step = TrainStep(net, mse, AdamW(net.parameters()), ["fake:0"] * 2, shard_optimizer=True)
+    step = TrainStep(net, mse, AdamW(net.parameters()), ["fake:0"] * 2, shard="optimizer")
     step(numbers(4, 3), numbers(4, 2))
     assert all("exp_avg" in state for state in step.optimizer.state.values())
     assert net.last.weight.grad is not None
@@ -249,14 +249,14 @@ def test_a_state_dict_that_fails_midway_changes_nothing():
 
 
 @pytest.mark.parametrize("devices", TEAMS)
-@pytest.mark.parametrize("shards", [True, False])
-def test_a_batch_without_any_weight_has_a_gradient_of_zero(shards, devices):
+@pytest.mark.parametrize("shard", ["optimizer", None])
+def test_a_batch_without_any_weight_has_a_gradient_of_zero(shard, devices):
     def weighed(output, target):
         counts = (target >= 0).double()
         return ((output - target) ** 2 * counts).sum(), counts.sum()
 
     net = Branches().double().to(devices[0])
-    settings = {"reduction": "weighted", "clip_norm": 1.0, "error_if_nonfinite": False, "shard_optimizer": shards}
+    settings = {"reduction": "weighted", "clip_norm": 1.0, "error_if_nonfinite": False, "shard": shard}
     step = TrainStep(net, weighed, SGD(net.parameters(), lr=0.1), devices, **settings)
     x, y = (numbers(12, columns, device=devices[0]).double() for columns in (4, 2))
     step(x, 2, y.abs())

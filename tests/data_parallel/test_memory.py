@@ -125,13 +125,16 @@ def test_no_reference_cycles_after_forward_and_backward(ranks, make):
             wrapper(x)
         wake_workers()
 
+    def garbage():
+        with no_collector():
+            tensors = live_tensors()
+            for _ in range(3):
+                step()
+            assert live_tensors() == tensors
+            return gc.collect()
+
     step()
-    with no_collector():
-        tensors = live_tensors()
-        for _ in range(3):
-            step()
-        assert live_tensors() == tensors
-        assert gc.collect() == 0
+    assert 0 in [garbage() for _ in range(3)]  # threads of other tests may end meanwhile, and not each time
 
 
 @pytest.mark.several_ranks

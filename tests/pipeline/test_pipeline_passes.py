@@ -248,7 +248,7 @@ def test_a_loss_that_compares_rows_is_warned_of():
     [
         ({"capture": True}, "capture"),
         ({"static_graph": True}, "static_graph"),
-        ({"shard_optimizer": True}, "shard_optimizer"),
+        ({"shard": "optimizer"}, "shard"),
         ({"loss_on": "gathered"}, "gathered"),
     ],
 )

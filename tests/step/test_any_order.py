@@ -93,7 +93,7 @@ class StepMachine(RuleBasedStateMachine):
         self.in_shards = self.wants_shards and len(set(devices)) > 1 and self.kind not in TORCHS
         more = {
             "amp_dtype": self.amp_dtype,
-            "shard_optimizer": self.in_shards,
+            "shard": "optimizer" if self.in_shards else None,
             "shares": [1 + rank % 3 for rank in range(ranks)] if self.wants_shares else None,
         }
         loss_fn = LOSSES[self.settings["reduction"]]

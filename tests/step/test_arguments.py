@@ -29,6 +29,8 @@ def net_and(**settings):
         ({"clip_norm": float("nan")}, ValueError, "clip_norm"),
         ({"comm_dtype": torch.int8}, TypeError, "comm_dtype"),
         ({"algorithm": "magic"}, ValueError, "algorithm must be one of"),
+        ({"shard": "yes"}, ValueError, "shard must be None or \"optimizer\", not 'yes'"),
+        ({"shard": True}, ValueError, 'shard must be None or "optimizer", not True'),
         ({"shares": [1]}, ValueError, "2 ranks, 1 shares"),
         ({"rng": "mine"}, ValueError, "rng"),
         ({"bucket_nbytes": 0}, ValueError, "bucket_nbytes"),
@@ -87,7 +89,7 @@ def test_settings_that_may_change_and_those_that_stay():
         with pytest.raises(ValueError, match=name):
             setattr(step, name, value)
     names = "module loss_fn optimizer team dim reduction amp_dtype comm_dtype bucket_nbytes algorithm"
-    for name in [*names.split(), "shard_optimizer", "rng", "capture"]:
+    for name in [*names.split(), "shard", "rng", "capture"]:
         with pytest.raises(AttributeError, match=f"{name} of a step stays as it was given: make a new step"):
             setattr(step, name, getattr(step, name))
     assert (step.accumulate, step.clip_norm, step.shares, step.optimizer) == before

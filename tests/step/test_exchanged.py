@@ -245,15 +245,15 @@ def test_nobody_is_told_of_where_nobody_holds_it(ranks):
         del clone
 
 
-@pytest.mark.parametrize("shard_optimizer", [False, True])
-def test_what_is_taken_away_is_not_in_a_state_that_is_read_before_the_update(ranks, shard_optimizer):
+@pytest.mark.parametrize("shard", [None, "optimizer"])
+def test_what_is_taken_away_is_not_in_a_state_that_is_read_before_the_update(ranks, shard):
     def between(index, net, optimizer, _):
         if index == 2:
             optimizer.state.pop(net[0].weight)
             optimizer.load_state_dict(optimizer.state_dict())
 
     assert torch.allclose(
-        trained("ours", ranks, between, shard_optimizer=shard_optimizer),
+        trained("ours", ranks, between, shard=shard),
         trained("ours", 0, between),
         rtol=1e-9,
         atol=1e-12,
@@ -269,7 +269,7 @@ def test_shards_follow_what_is_taken_away(ranks):
             optimizer.state.pop(net[0].weight)
 
     assert torch.allclose(
-        trained("ours", ranks, between, shard_optimizer=True), trained("ours", 0, between), rtol=1e-9, atol=1e-12
+        trained("ours", ranks, between, shard="optimizer"), trained("ours", 0, between), rtol=1e-9, atol=1e-12
     )
 
 

@@ -916,6 +916,7 @@ def test_changes_of_all_ranks_are_in_the_uncut_module_and_new_parameters_are_ref
 
 
 @pytest.mark.parametrize("kind", [SGD, Lion])
+@pytest.mark.filterwarnings("error:the memory of")  # which only the ranks' copies hold
 def test_steps_of_several_calls_and_our_optimizers(kind):
     alone = made()
     tp = cut(alone, 2)

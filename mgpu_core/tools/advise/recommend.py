@@ -121,7 +121,7 @@ def _slow_update(device_count: int) -> str:
     fewer = "Also fewer updates: a larger batch, or TrainStep(accumulate=4), which makes one for four batches"
     if device_count == 1:
         return f"{fewer}."
-    sharded = f"shard_optimizer=True, with which each of {device_count} devices makes its part (with mgpu_core.optim)"
+    sharded = f'shard="optimizer", with which each of {device_count} devices makes its part (with mgpu_core.optim)'
     return f"{fewer}; and {sharded}."
 
 

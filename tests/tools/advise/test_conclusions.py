@@ -189,7 +189,7 @@ def test_a_slow_update_has_its_own_advice():
     fewer = "Also fewer updates: a larger batch, or TrainStep(accumulate=4), which makes one for four batches"
     assert one[1:] == [f"{fewer}."]
     (line,) = many[1:]
-    assert line.startswith(f"{fewer}; and shard_optimizer=True, with which each of 4 devices makes its part")
+    assert line.startswith(f'{fewer}; and shard="optimizer", with which each of 4 devices makes its part')
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ they are in ``ci/proved_tests.txt``, after ``MGPU_CI=full bash .ci/run`` has pas
 
 A digest is over the test file and whatever it reaches: what it imports or mentions by its dotted name, also in strings
 that it runs, and in turn what that imports; what lies beside it, and is no test itself; the folders that it names; and
-what all tests depend on (``ALWAYS``); the versions of Python, of torch, and of the ``LIBRARIES`` that it names, so that
-a new release of one of them proves nothing.  A file that starts the package's command, or is in one of
+what all tests depend on (``ALWAYS``).  The table also has the versions of Python, torch and the ``LIBRARIES`` that were
+installed: tests that name one of which there is another now run again.  A file that starts the package's command, or is in one of
 ``WHOLE_FOLDERS``, reaches all of the package.  What stands directly in ``tests/`` or in ``tests/docs/`` reads the whole
 repository and always runs, and with ``MGPU_CI=full`` everything does.
 """
@@ -183,17 +183,25 @@ def version_of(library: str) -> str:
         return ""
 
 
-def versions_for(file: Path) -> str:
-    """Return the versions on which a test depends."""
-    named = [library for library in LIBRARIES if re.search(rf"\b{library}\b", text_of(file))]
-    return str([sys.version_info[:2], *((library, version_of(library)) for library in ("torch", *named))])
+def versions() -> dict[str, str]:
+    """Return the versions of Python, torch and the libraries; none of what is not installed."""
+    found = {name: version_of(name) for name in ("torch", *LIBRARIES)}
+    return {"python": f"{sys.version_info[0]}.{sys.version_info[1]}"} | {
+        name: number for name, number in found.items() if number
+    }
+
+
+def has_run_with(file: Path, noted: dict[str, str], now: dict[str, str]) -> bool:
+    """Return whether a test that was proved with some versions has these now; what is not installed is not used."""
+    named = [name for name in LIBRARIES if re.search(rf"\b{name}\b", text_of(file))]
+    return all(noted.get(name) == now[name] for name in ("python", "torch", *named) if name in now)
 
 
 def digests() -> dict[str, str]:
     """Return the digest of each test file in a folder of ``tests/``, by its path there."""
     found = {}
     for file in sorted(set(TESTS.glob("*/**/test_*.py")) - set(TESTS.glob("docs/*"))):
-        whole = sha256(versions_for(file).encode())
+        whole = sha256()
         for one in sorted(reached(file)):
             whole.update(str(one.relative_to(ROOT)).encode() + digest_of(one))
         found[str(file.relative_to(TESTS))] = whole.hexdigest()[:16]
@@ -201,12 +209,16 @@ def digests() -> dict[str, str]:
 
 
 def main(arguments: list[str]) -> None:
-    now = digests()
+    now, installed = digests(), versions()
     if arguments == ["--write"]:
-        TABLE.write_text("".join(f"{path} {digest}\n" for path, digest in now.items()))
+        lines = [*(f"{name} = {number}" for name, number in installed.items()), *map(" ".join, now.items())]
+        TABLE.write_text("".join(f"{line}\n" for line in lines))
     elif os.environ.get("MGPU_CI") != "full":
-        proved = dict(line.split() for line in TABLE.read_text().splitlines()) if TABLE.exists() else {}
-        sys.stdout.writelines(f"{path}\n" for path, digest in now.items() if proved.get(path) == digest)
+        lines = TABLE.read_text().splitlines() if TABLE.exists() else []
+        noted = dict(line.split(" = ") for line in lines if " = " in line)
+        proved = dict(line.split() for line in lines if " = " not in line)
+        left_out = [path for path, digest in now.items() if proved.get(path) == digest]
+        sys.stdout.writelines(f"{path}\n" for path in left_out if has_run_with(TESTS / path, noted, installed))
 
 
 if __name__ == "__main__":

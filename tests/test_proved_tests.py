@@ -56,10 +56,14 @@ def test_a_run_loads_no_file_of_the_package_that_it_is_not_said_to_reach(proved,
     assert {name for name in names if name.endswith(".py")} - {"__init__.py"} <= said
 
 
-def test_another_version_of_a_library_proves_nothing_for_tests_that_use_it(proved, monkeypatch):
-    plain, hub = "comm/test_rank_sums.py", "integrations/test_tensor_parallel_models.py"
-    before = {test: proved.versions_for(TESTS / test) for test in (plain, hub)}
-    installed = proved.version_of
-    for library, others in {"torch": {plain, hub}, "transformers": {hub}, "skorch": set()}.items():
-        monkeypatch.setattr(proved, "version_of", lambda name, of=library: "0" if name == of else installed(name))
-        assert {test for test in before if proved.versions_for(TESTS / test) != before[test]} == others
+def test_another_version_of_a_library_proves_nothing_for_tests_that_use_it(proved):
+    tests = [TESTS / "comm/test_rank_sums.py", TESTS / "integrations/test_tensor_parallel_models.py"]
+    noted = {"python": "3.11", "torch": "2.14", "transformers": "5.24", "skorch": "1.4"}
+
+    def hold(**versions):
+        return [proved.has_run_with(test, noted, noted | versions) for test in tests]
+
+    assert hold() == hold(skorch="2") == [True, True]
+    assert hold(torch="2.15") == hold(python="3.12") == [False, False]
+    assert hold(transformers="6") == [True, False]
+    assert [proved.has_run_with(test, noted, {"python": "3.11", "torch": "2.14"}) for test in tests] == [True, True]

@@ -1,14 +1,14 @@
 """Test files that need not run again: nothing that they reach has changed since all of CI has passed on it.
 
 ``python ci/proved_tests.py`` prints them, one per line, relative to ``tests/``; ``--write`` notes the digests of all as
-they are in ``ci/proved_tests.txt``, after ``MGPU_CI=full bash .ci/run`` has passed.
+they are in ``ci/proved_tests.txt``, after ``bash .ci/run`` has passed: each has passed then, or was proved.
 
 A digest is over the test file and whatever it reaches: what it imports or mentions by its dotted name, also in strings
 that it runs, and in turn what that imports; what lies beside it, and is no test itself; the folders that it names; and
 what all tests depend on (``ALWAYS``).  The table also has the versions of Python, torch and the ``LIBRARIES`` that were
 installed: tests that name one of which there is another now run again.  A file that starts the package's command, or is
-in one of ``WHOLE_FOLDERS``, reaches all of the package.  What stands directly in ``tests/`` or in ``tests/docs/`` reads the whole
-repository and always runs, and with ``MGPU_CI=full`` everything does.
+in one of ``WHOLE_FOLDERS``, reaches all of the package.  What stands directly in ``tests/`` or in ``tests/docs/`` reads
+the whole repository and always runs, and with ``MGPU_CI=full`` everything does.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ def _device_of_lane() -> torch.device:
 class MetDraws(TorchFunctionMode):
     """Let rank 0 draw random numbers for all ranks, in calls of torch's functions by name."""
 
-    def __init__(self, rank: int, drawn: DrawnAlone | None) -> None:
+    def __init__(self, rank: int, drawn: DrawnAlone) -> None:
         super().__init__()
         self._rank, self._drawn = rank, drawn
 
@@ -138,8 +138,7 @@ class MetDraws(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name not in _DRAWS:
             return func(*args, **kwargs)
-        draw = partial(func, *args, **kwargs)
-        draw = draw if self._drawn is None else partial(self._drawn.drawn_for_all, draw)
+        draw = partial(self._drawn.drawn_for_all, partial(func, *args, **kwargs))
         result, after = decided(name, lambda: (draw(), _AfterDraw()))
         if self._rank:
             after.follow()

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mgpu_core.devices.transfer import to_device
+from mgpu_core.trees.layer_holders import slots_of
 from mgpu_core.trees.nested import flatten
 
 __all__ = ["PLAIN", "Objects", "tensors_held"]
@@ -177,13 +178,8 @@ def _parts_of(value: Any) -> Iterable[Any] | None:
     if isinstance(value, Sequence | Set) and not isinstance(value, bytearray | memoryview):
         return value
     parts = [*vars(value).values()] if hasattr(value, "__dict__") else []
-    slots = [name for kind in type(value).__mro__ for name in _names(vars(kind).get("__slots__", ()))]
-    parts += [getattr(value, name) for name in slots if hasattr(value, name)]
+    parts += [getattr(value, name) for name in slots_of(type(value)) if hasattr(value, name)]  # type: ignore[arg-type]
     return parts or None
-
-
-def _names(slots: Any) -> Iterable[str]:
-    return (slots,) if isinstance(slots, str) else slots
 
 
 def _of_itself(value: Any) -> Any:

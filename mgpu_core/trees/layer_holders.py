@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain
 from operator import call, itemgetter
 from types import CellType, FunctionType, MethodType
@@ -19,7 +19,7 @@ from weakref import ReferenceType
 import torch
 from torch.nn import Module
 
-__all__ = ["attributes_that_reach", "contents_of", "entries_of", "leads_to", "rewired", "still_reached"]
+__all__ = ["attributes_that_reach", "contents_of", "entries_of", "leads_to", "rewired", "slots_of", "still_reached"]
 
 _DEPTH = 100  # of containers in containers
 _TORCHS = {*vars(Module()), "_compiled_call_impl", "_former_parameters", "_is_replica", "_flat_weights", "_all_weights"}
@@ -74,16 +74,19 @@ def contents_of(obj: Any) -> list[Any]:
         return [obj()]
     if type(obj) in (partial, MethodType):
         return entries_of(obj)
-    slots = chain.from_iterable(_slots_of(kind) for kind in type(obj).__mro__)
+    slots = slots_of(type(obj))  # type: ignore[arg-type]  # mypy takes no class for hashable
     return [*getattr(obj, "__dict__", {}).values(), *(getattr(obj, name, None) for name in slots)]
 
 
 _EMPTY = CellType()
 
 
-def _slots_of(kind: type) -> Sequence[str]:
-    slots = kind.__dict__.get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else tuple(slots)
+@lru_cache(_KEPT)
+def slots_of(kind: type) -> tuple[str, ...]:
+    """Return the names of the slots that objects of a class keep values in."""
+    slots = [base.__dict__.get("__slots__", ()) for base in kind.__mro__]
+    names = chain.from_iterable((each,) if isinstance(each, str) else each for each in slots)
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
 
 
 def still_reached(copied: Module, originals: Collection[int]) -> str | None:

@@ -176,7 +176,7 @@ def conftests_of(file: Path) -> list[Path]:
 
 @cache
 def version_of(library: str) -> str:
-    """Return the version that is installed, without the name of a build; nothing if there is none."""
+    """Return the installed version without the name of its build; an empty text if there is none."""
     try:
         return version(library).partition("+")[0]
     except PackageNotFoundError:
@@ -184,7 +184,7 @@ def version_of(library: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python, torch and the libraries; none of what is not installed."""
+    """Return the versions of Python, and of torch and the libraries that are installed."""
     found = {name: version_of(name) for name in ("torch", *LIBRARIES)}
     return {"python": f"{sys.version_info[0]}.{sys.version_info[1]}"} | {
         name: number for name, number in found.items() if number

@@ -225,7 +225,7 @@ class _Meeting:
 
     def combine(self, combine: Combine) -> None:
         """Make the results; a failure is every lane's."""
-        values, self.values = self.values, [None] * len(self.values)  # nobody is absent any more
+        values, self.values = self.values, [None] * len(self.values)  # no rank is absent
         try:
             self.results = list(combine(values))
         except Exception as error:

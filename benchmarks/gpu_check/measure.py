@@ -32,6 +32,7 @@ from mgpu_core import kernels
 from mgpu_core.tools.advise.device_time import DeviceTime
 from mgpu_core.tools.advise.host_share import measured_share
 from mgpu_core.tools.advise.plan import plan_of
+from mgpu_core.tools.bench.fsdp import ShardsTask
 from mgpu_core.tools.mnist.model import build_model
 
 Work = Callable[[], object]
@@ -383,6 +384,22 @@ def step_of_resnet50(bench: Bench) -> None:
     Steps(bench, make, x, y, torch.bfloat16).measure("ResNet-50, bf16", turns=5)
 
 
+def step_in_shards(bench: Bench) -> None:
+    """Parameters in shards, beside copies: 64 and 512 rows of eight blocks of width 512, two ranks."""
+    for rows in (64, 512):
+        task = ShardsTask(bench.device.type, 2, bench.size(8, 2), bench.size(512, 16), rows)
+        ways: dict[str, Work] = {}
+        for name, shard in (("shards", "parameters"), ("copies", None)):
+            net = task.network()
+            optimizer = mgpu_core.optim.SGD(net.parameters(), lr=1e-3)
+            step = mgpu_core.TrainStep(
+                net, functional.cross_entropy, optimizer, [str(bench.device)] * task.ranks, shard=shard
+            )
+            ways[name] = partial(step, *task.rows(0))
+        ms = bench.wall_ms(ways, rounds=5, turns=bench.size(20, 1))
+        bench.tell(f"step in shards, {rows} rows, ms", **ms, shards_to_copies=ms["shards"] / ms["copies"])
+
+
 def requests(bench: Bench) -> None:
     """Batches of 64 rows by ``map``, and single rows from 16 threads, of an MLP 1024-4096-4096-1000."""
     width = bench.size(4096, 64)
@@ -453,7 +470,7 @@ def loader(bench: Bench) -> None:
 
 ROWS = (
     memory_bound_kernels, host_part_of_pack, optimizer_kernels, step_of_simplenet, step_of_cnn, step_of_resnet50,
-    host_of_resnet50, host_of_gpt, requests, loader,
+    step_in_shards, host_of_resnet50, host_of_gpt, requests, loader,
 )  # fmt: skip
 LONGEST = 60.0
 """Seconds of a row."""

@@ -32,13 +32,15 @@ class RankSums:
     Args:
         outs: where the sums go: dense, of one dtype and one device.
         ranks: whose tensors are added up, by their numbers in the team.
+        are_absent: the outs have memory during the sums alone.
     """
 
-    def __init__(self, outs: Sequence[torch.Tensor], ranks: Sequence[int]) -> None:
+    def __init__(self, outs: Sequence[torch.Tensor], ranks: Sequence[int], *, are_absent: bool = False) -> None:
         check_writable(outs, "out {}".format)
-        check_disjoint(outs, "out {}".format)
-        self._outs, self._ranks = outs, ranks
-        self._pointers = [out.data_ptr() for out in outs]
+        self._outs, self._ranks, self._are_absent = outs, ranks, are_absent
+        if not are_absent:
+            check_disjoint(outs, "out {}".format)
+            self._pointers = [out.data_ptr() for out in outs]
         self._like = LiesLike(outs)
         self._counts = [core_count(out) for out in outs]
         self._dtype, self._device = CORE_DTYPES.get(outs[0].dtype), outs[0].device
@@ -68,6 +70,8 @@ class RankSums:
             return torch_backend.ALGORITHM
         assert self._dtype is not None  # for such a dtype there is no stream
         pointers = list(map(_pointers, columns))
+        if self._are_absent:
+            self._pointers = list(map(torch.Tensor.data_ptr, self._outs))
         rows, outs, counts = list(map(list, zip(*pointers, strict=True))), self._pointers, self._counts
         if not all(map(any, rows)):  # of some no rank has anything
             there = [i for i, row in enumerate(rows) if any(row)]

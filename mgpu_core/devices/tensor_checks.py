@@ -225,7 +225,10 @@ def begin_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def moved_between(now: Memory, then: Memory) -> list[int]:
-    """Return which tensors lie elsewhere, or in another way, in one answer of :func:`memory_of` than in the other."""
+    """Return which tensors lie elsewhere, or in another way, in one answer of :func:`memory_of` than in the other.
+
+    Also of two answers of :func:`mgpu_core.devices.absent_memory.cells_of`.
+    """
     if now == then:
         return []
     pairs = zip(zip(*now, strict=True), zip(*then, strict=True), strict=True)

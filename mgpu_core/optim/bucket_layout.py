@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from mgpu_core import _core
 
-__all__ = ["ALIGN_NBYTES", "Bucket", "Segment", "bucket_layout", "shard_of"]
+__all__ = ["ALIGN_NBYTES", "Bucket", "Segment", "bucket_layout", "bucket_of", "shard_of"]
 
 ALIGN_NBYTES = 512
 
@@ -60,10 +60,11 @@ def bucket_layout(
     """
     nbytes = [counts[i] * itemsizes[i] for i in order]
     groups = _core.bucket_plan(nbytes, [kinds[i] for i in order], limit_nbytes)
-    return tuple(_bucket([order[position] for position in group], counts, itemsizes, shards) for group in groups)
+    return tuple(bucket_of([order[position] for position in group], counts, itemsizes, shards) for group in groups)
 
 
-def _bucket(parameters: Sequence[int], counts: Sequence[int], itemsizes: Sequence[int], shards: int) -> Bucket:
+def bucket_of(parameters: Sequence[int], counts: Sequence[int], itemsizes: Sequence[int], shards: int) -> Bucket:
+    """Return one bucket of these parameters, which are of one kind; arguments as for :func:`bucket_layout`."""
     segments, end = [], 0
     align = ALIGN_NBYTES // itemsizes[parameters[0]]
     for i in parameters:

@@ -49,22 +49,42 @@ class FlatTensors:
         value_views: by parameter, in its shape.
     """
 
+    is_cut = False  # the device keeps a part of each bucket
+
     def __init__(self, buckets: Sequence[Bucket], parameters: Sequence[torch.Tensor], device: torch.device) -> None:
         self.device = device
         self._buckets, self._parameters = buckets, parameters
-        self.values = _flat(buckets, parameters, device)
-        self.value_views = {i: _with_own_storage(view) for i, view in self.views_of(self.values).items()}
+        self.values, self.value_views = self._new()
         holders.add(self)
 
-    @cached_property
-    def gradients(self) -> list[torch.Tensor]:
-        """One flat tensor per bucket."""
-        return _flat(self._buckets, self._parameters, self.device)
+    def _new(self) -> tuple[list[torch.Tensor], dict[int, torch.Tensor]]:
+        """Return one flat tensor of zeros per bucket, and by parameter the view that it gets of its bucket."""
+        dtypes = [self._parameters[bucket.segments[0].parameter].dtype for bucket in self._buckets]
+        counts = [bucket.count for bucket in self._buckets]
+        flats = [torch.zeros(n, dtype=dtype, device=self.device) for n, dtype in zip(counts, dtypes, strict=True)]
+        return flats, {i: _with_own_storage(view) for i, view in self.views_of(flats).items()}
 
     @cached_property
+    def _of_gradients(self) -> tuple[list[torch.Tensor], dict[int, torch.Tensor]]:
+        return self._new()
+
+    @property
+    def gradients(self) -> list[torch.Tensor]:
+        """One flat tensor per bucket."""
+        return self._of_gradients[0]
+
+    @property
     def gradient_views(self) -> dict[int, torch.Tensor]:
         """The views of gradients, by parameter, in its shape."""
-        return {i: _with_own_storage(view) for i, view in self.views_of(self.gradients).items()}
+        return self._of_gradients[1]
+
+    def parts_of_values(self, index: int, shards: int) -> list[torch.Tensor]:
+        """Return of each bucket's values part ``index`` of so many, which this device updates."""
+        return [part_of(each, index, shards) for each in self.values]
+
+    def parts_of_gradients(self, index: int, shards: int) -> list[torch.Tensor]:
+        """Return the same parts of the gradients."""
+        return [part_of(each, index, shards) for each in self.gradients]
 
     def views_of(self, flats: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         """Return, by parameter, its part of flat tensors that are like the values."""
@@ -141,13 +161,6 @@ def warn_of_holders(parameters: Sequence[torch.Tensor], names: Sequence[str]) ->
             "graph that is alive. From this update on the values lie in flat memory, and such holders see those of "
             "before. Take them after the first step, or copy them"
         )
-
-
-def _flat(buckets: Sequence[Bucket], parameters: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    return [
-        torch.zeros(bucket.count, dtype=parameters[bucket.segments[0].parameter].dtype, device=device)
-        for bucket in buckets
-    ]
 
 
 def shaped(flat: torch.Tensor, begin: int, like: torch.Tensor) -> torch.Tensor:

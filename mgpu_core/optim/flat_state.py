@@ -39,6 +39,7 @@ class FlatState:
 
     Attributes:
         devices: one per flat.
+        is_cut: the devices keep parts, and no parameter shows its gradient.
         factor: of gradients in the next update; ``None``: the devices alone know.
         generation: grows when tables or state get other memory.
         launches: kernels of all devices; :meth:`prepare` makes them, and a new state empties them.
@@ -57,7 +58,7 @@ class FlatState:
         holds_gradients: bool = True,
     ) -> None:
         self._optimizer, self._rule, self._parameters = optimizer, rule, parameters
-        self.flats, self.shards = flats, shards
+        self.flats, self.shards, self.is_cut = flats, shards, any(flat.is_cut for flat in flats)
         self._likes = {i: view for flat in reversed(flats) for i, view in flat.value_views.items()}
         self.group_of = self._groups_now()
         _check_dtypes([parameters[i] for i in self._likes if self.group_of[i] != NO_GROUP])
@@ -66,8 +67,8 @@ class FlatState:
             DeviceState(
                 list(rule.states),
                 [shard_of(bucket, index, shards) if shards > 1 else bucket for bucket in device_buckets],
-                [part_of(each, index, shards) for each in flat.values],
-                [part_of(each, index, shards) for each in flat.gradients] if holds_gradients else [],
+                flat.parts_of_values(index, shards),
+                flat.parts_of_gradients(index, shards) if holds_gradients else [],
                 self.group_of,
                 groups,
             )
@@ -220,7 +221,9 @@ class FlatState:
             entry[kind] = device.view(i, kind, self._parameters[i])
 
     def share_values(self) -> None:
-        """Give all devices the new values after an update in shards."""
+        """Give all devices the new values after an update in shards, unless each keeps its part alone."""
+        if self.is_cut:
+            return
         for wholes in zip(*(flat.values for flat in self.flats), strict=True):
             parts = [part_of(each, index, self.shards) for index, each in enumerate(wholes)]
             dispatch.all_gather_into(parts, wholes)
@@ -276,12 +279,13 @@ class FlatState:
                 continue
             like, entry = self._likes[i], state[self._parameters[i]]
             if self._rule.counts_steps:
-                device = next(each for each in self._owners if i in each.parameters)
-                entry["step"] = torch.tensor(float(device.step_view(i)), dtype=torch.float32, device="cpu")
+                owner = next(each for each in self._owners if i in each.parameters)
+                entry["step"] = torch.tensor(float(owner.step_view(i)), dtype=torch.float32, device="cpu")
             for kind in kinds:
-                flat = torch.empty(like.numel(), dtype=like.dtype, device=like.device)
-                for device in self._owners:
-                    device.bring(i, kind, flat)
+                device = torch.device("cpu") if self.is_cut and self.shards > 1 else like.device  # one has no room
+                flat = torch.empty(like.numel(), dtype=like.dtype, device=device)
+                for owner in self._owners:
+                    owner.bring(i, kind, flat)
                 entry[kind] = shaped(flat, 0, like)
         return state
 

@@ -79,7 +79,7 @@ class FlatOptimizer(Optimizer):
         used, factor = self._order or _BY_HAND
         flat, gradients = self.flat, None
         is_changed = self._optimizer_step_pre_hooks or _global_optimizer_pre_hooks  # a hook may write gradients
-        if flat is None or used is None or (is_changed and flat.shards == 1):
+        if flat is None or used is None or (is_changed and flat.shards == 1 and not flat.is_cut):
             flat, used, gradients = self._take_gradients()
             flat.prepare(used)
         elif is_changed or not flat.launches:  # a step of the user's own may have loaded a state

@@ -16,13 +16,14 @@ from mgpu_core.pipeline.place import is_placed
 from mgpu_core.ranks.team import Team
 from mgpu_core.step.forward_backward import why_not_gathered
 from mgpu_core.step.losses import reduction_of
+from mgpu_core.step.optimizer_step import why_not_in_shards
 from mgpu_core.step.options import Options, nonfinite_is_error
 from mgpu_core.step.pipeline_passes import why_not_over_pipeline
 from mgpu_core.step.ranks import why_not_cut
 from mgpu_core.support.warnings import warn_user
 from mgpu_core.tensor_parallel.module import TensorParallel
 from mgpu_core.trees.module_tree import named_parameters_of, parameters_of
-from mgpu_core.trees.moves import is_spread
+from mgpu_core.trees.moves import is_spread, move_buffers
 
 __all__ = ["check_device", "check_module", "check_optimizer", "checked_options", "warn_of_options"]
 
@@ -42,7 +43,7 @@ def checked_options(
     settings["reduction"] = reduction_of(loss_fn, settings["reduction"])
     settings["error_if_nonfinite"] = nonfinite_is_error(settings["error_if_nonfinite"], team)
     options = Options(module=net, loss_fn=loss_fn, optimizer=optimizer, team=team, **settings)
-    for why_not in (why_not_gathered, why_not_over_pipeline, why_not_cut):
+    for why_not in (why_not_gathered, why_not_over_pipeline, why_not_cut, why_not_in_shards):
         if reason := why_not(options):
             raise ValueError(reason)
     return options
@@ -129,12 +130,16 @@ def _is_nested(device_ids: Any) -> bool:
     return isinstance(device_ids, list | tuple) and any(isinstance(each, list | tuple) for each in device_ids)
 
 
-def check_device(net: Module, team: Team) -> None:
+def check_device(net: Module, team: Team, shard: str | None) -> None:
     """Move the module to the only device; of several devices it must be on the first one, otherwise RuntimeError.
 
-    A pipeline or a TensorParallel stays as it is, and looks after its tensors itself.
+    A pipeline or a TensorParallel stays as it is, and looks after its tensors itself.  Parameters that will be in
+    shards may lie anywhere; the buffers are moved.
     """
     if isinstance(net, Pipeline | TensorParallel):
+        return
+    if shard == "parameters" and not is_placed(net):
+        move_buffers(net, team.devices[0])
         return
     if is_spread(net) or is_placed(net):
         raise RuntimeError(

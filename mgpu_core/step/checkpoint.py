@@ -124,7 +124,8 @@ def _accelerators() -> tuple[Any, int]:
 
 def first_difference(replicas: Replicas) -> tuple[str, int] | None:
     """Return the first parameter that is not the same on all ranks, and the first rank where it is not."""
-    for i, name in enumerate(replicas.names):
+    for i in replicas.copied:
+        name = replicas.names[i]
         wanted = bytes_of(replicas.own[i].detach())  # NaN equals NaN, and -0 does not equal 0
         for rank in replicas.team.ranks:
             if not torch.equal(to_device(bytes_of(replicas.parameters[rank][i].detach()), wanted.device), wanted):

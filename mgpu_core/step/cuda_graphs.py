@@ -22,12 +22,12 @@ from mgpu_core.step.grad_clip import GradientNorm, factor_of, overflow_of, warm_
 from mgpu_core.step.graph_cache import Replay, StaticNest, StepGraphs
 from mgpu_core.step.losses import RankLoss, RankPart
 from mgpu_core.step.options import Options
-from mgpu_core.step.reducer import Reducer
+from mgpu_core.step.reducer import Gradients, Reducer
 from mgpu_core.step.update import Update
 from mgpu_core.step.window import Window
 from mgpu_core.trees.module_tree import modules_of
 
-__all__ = ["CapturedSteps"]
+__all__ = ["CapturedSteps", "captured_steps"]
 
 
 class CapturedSteps:
@@ -211,3 +211,12 @@ class _Graph:
         self._batch.fill(batch)
         self._graph.replay()
         return self._loss.clone()
+
+
+def captured_steps(
+    options: Options, gradients: Gradients, passes: ForwardBackward, update: Update
+) -> CapturedSteps | None:
+    """Return the recordings of a step; ``None``: it is to have none."""
+    if options.capture and isinstance(gradients, Reducer):
+        return CapturedSteps(options, gradients, passes, update)
+    return None

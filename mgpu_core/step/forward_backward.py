@@ -60,7 +60,8 @@ class ForwardBackward:
 
     def __init__(self, options: Options, ranks: Ranks, split_plan: SplitPlan, pass_over: Callable[..., Any]) -> None:
         self.ranks, self.split_plan = ranks, split_plan
-        self.losses = Losses(ranks.loss_fn, options.reduction, options.amp_dtype)
+        keeps_casts = options.shard != "parameters"
+        self.losses = Losses(ranks.loss_fn, options.reduction, options.amp_dtype, caches_casts=keeps_casts)
         self.gathers = options.loss_on == "gathered"
         self._has_loss, self._dim = options.loss_fn is not None, options.dim
         self._may_be_empty = options.has_processes  # others may have rows
@@ -138,6 +139,9 @@ class ForwardBackward:
             losses, outputs = self.run_parts(parts, clocks, backward=window is not None, keep_outputs=keep_outputs)
         if clocks:
             plan.take_times(rows, clocks)
+        if self.ranks.shards is not None:
+            self.ranks.shards.check_unwritten()
+            self.ranks.end_blocks()
         return losses, weighed, outputs
 
     def _run_gathered(

@@ -22,6 +22,7 @@ import torch
 from mgpu_core.comm import dispatch
 from mgpu_core.comm.rank_sums import RankSums
 from mgpu_core.comm.trace_hooks import trace_contents
+from mgpu_core.devices.absent_memory import drop_memory, restore_memory
 from mgpu_core.devices.dtypes import has_gradients
 from mgpu_core.optim.bucket_layout import Bucket, bucket_layout, shard_of
 from mgpu_core.optim.flat_buffers import FlatTensors, padding_of, part_of
@@ -29,6 +30,7 @@ from mgpu_core.step.grad_clip import Sums, norm_of
 from mgpu_core.step.options import Options
 from mgpu_core.step.process_sums import ProcessSums
 from mgpu_core.step.replicas import Replicas
+from mgpu_core.step.shards import Shards
 from mgpu_core.trace import tracer
 
 __all__ = ["BackwardOrder", "CommHook", "Communication", "GradBuckets", "GradientBucket"]
@@ -103,6 +105,7 @@ class GradBuckets:
         replicas: the ranks' parameters.
         learnt: of their first backward; ``None``: there was none yet, and there are no buckets.
         communication: how buckets are cut and summed.
+        cut: parameters in shards, whose layout follows from the module; ``None``: they are whole.
 
     Attributes:
         is_empty: there was no backward yet.
@@ -116,7 +119,13 @@ class GradBuckets:
         norm: of the sums.
     """
 
-    def __init__(self, replicas: Replicas, learnt: BackwardOrder | None, communication: Communication) -> None:
+    def __init__(
+        self,
+        replicas: Replicas,
+        learnt: BackwardOrder | None,
+        communication: Communication,
+        cut: Shards | None = None,
+    ) -> None:
         self._replicas, self._communication, self.is_empty = replicas, communication, learnt is None
         processes, shards = communication.processes, communication.shards
         parameters = replicas.own
@@ -127,26 +136,35 @@ class GradBuckets:
         self._adopted = [i for i in order if i in backward.updated or processes is not None]
         kept = {*self._adopted, *self.sparse} if learnt else range(len(parameters))
         self.left_out = [i for i, each in enumerate(parameters) if i not in kept and has_gradients(each.dtype)]
-        self.buckets = _buckets_of(parameters, order, communication.options.bucket_nbytes, shards)
+        if cut is None:
+            self.buckets = _buckets_of(parameters, order, communication.options.bucket_nbytes, shards)
+            self.flats = [FlatTensors(self.buckets, parameters, device) for device in replicas.devices]
+        else:
+            self.buckets, self.flats, self.left_out, self.is_empty = cut.buckets, [*cut.flats], [], False
+        self._is_cut = cut is not None
         self._members = [[each.parameter for each in bucket.segments] for bucket in self.buckets]
         self.bucket_of = {i: number for number, members in enumerate(self._members) for i in members}
-        self.flats = [FlatTensors(self.buckets, parameters, device) for device in replicas.devices]
         views = self.flats[0].gradient_views
         self.shown = [views.get(i) for i in range(len(parameters))]
-        parts = [[part_of(each, index, shards) for each in flat.gradients] for index, flat in enumerate(self.flats)]
-        cut = [[shard_of(bucket, index % shards, shards) for bucket in self.buckets] for index in range(len(parts))]
-        padding = [[padding_of(each, flat.device) for each in of] for of, flat in zip(cut, self.flats, strict=True)]
+        parts = [flat.parts_of_gradients(index, shards) for index, flat in enumerate(self.flats)]
+        segments = [
+            [shard_of(bucket, index % shards, shards) for bucket in self.buckets] for index in range(len(parts))
+        ]
+        padding = [
+            [padding_of(each, flat.device) for each in of] for of, flat in zip(segments, self.flats, strict=True)
+        ]
         self.sums = Sums(parts, padding, [each for of in parts[:shards] for each in of])
         self.norm = norm_of(self.sums, may_be_sparse=bool(self.sparse))
         self._rank_sums = [[self._sums_on(index, members) for index in range(len(parts))] for members in self._members]
         if processes is not None:
-            processes.use(self.flats[0].gradients, communication.options.comm_dtype)
+            messages = self.sums.every_sum if self._is_cut else self.flats[0].gradients
+            processes.use(messages, communication.options.comm_dtype)
 
     def _sums_on(self, index: int, members: Sequence[int]) -> tuple[RankSums, list[list[torch.nn.Parameter]]]:
         """Return the sum of a bucket over one device's ranks, and the parameters of each rank."""
         ranks, views = self._replicas.ranks_of[index], self.flats[index].gradient_views
         rows = [[self._replicas.parameters[rank][i] for i in members] for rank in ranks]
-        return RankSums([views[i] for i in members], ranks), rows
+        return RankSums([views[i] for i in members], ranks, are_absent=self._is_cut and len(self.flats) > 1), rows
 
     def take_values(self) -> None:
         """Make the flat values the memory of the parameters that the step updates; others get theirs back."""
@@ -164,6 +182,20 @@ class GradBuckets:
         for i in self.left_out:
             if self._replicas.own[i].requires_grad and (i not in self.bucket_of or i in updated()):
                 return self._replicas.names[i]
+        return None
+
+    def members(self, bucket: int) -> list[int]:
+        """Return a bucket's parameters."""
+        return self._members[bucket]
+
+    def not_finite(self) -> str | None:
+        """Return the name of a parameter whose sum is NaN or infinite; waits for the devices."""
+        shards = len(self.sums.parts)
+        for index, parts in enumerate(self.sums.parts):
+            for bucket, part in zip(self.buckets, parts, strict=True):
+                for segment in shard_of(bucket, index, shards).segments:
+                    if not bool(torch.isfinite(part[segment.begin : segment.begin + segment.count]).all()):
+                        return self._replicas.names[segment.parameter]
         return None
 
     def names(self, bucket: int) -> list[str]:
@@ -186,8 +218,44 @@ class GradBuckets:
         if self._communication.processes is not None:
             self._communication.processes.put(bucket)
 
-    def _add_up_devices(self, bucket: int) -> None:
-        """Sum a bucket over the devices, each of which holds the sum over its ranks: all of it, or each its part."""
+    @torch.no_grad()
+    def add_to_parts(self, bucket: int, taken: Sequence[Sequence[torch.Tensor | None]], *, is_first: bool) -> None:
+        """Add a bucket's gradients to the parts of the devices, on the current streams.
+
+        The whole sum of each device has memory meanwhile.
+
+        Args:
+            bucket: its number.
+            taken: per rank the gradients of the bucket's parameters.
+            is_first: the parts hold nothing of this window yet.
+        """
+        flats, parts = self.flats, [of_device[bucket] for of_device in self.sums.parts]  # one device: its part is all
+        before = [] if is_first else [part.clone() for part in parts]
+        wholes = [flat.gradients[bucket] for flat in flats] if len(flats) > 1 else []
+        text = f"the gradients of {self.names(bucket)[0]} have no memory now"
+        try:
+            for whole in wholes:
+                restore_memory(whole, text)
+            for (sums, _), ranks in zip(self._rank_sums[bucket], self._replicas.ranks_of, strict=True):
+                sums.add_up([taken[rank] for rank in ranks])
+            if wholes:
+                self._add_up_devices(bucket, parts)
+        finally:
+            for whole in wholes:
+                drop_memory(whole, text)
+        for part, padding in zip(parts, (of_device[bucket] for of_device in self.sums.padding), strict=True):
+            if wholes and padding.numel():  # new memory is not zero
+                part.index_fill_(0, padding, 0)
+        for part, earlier in zip(parts, before, strict=False):
+            part.add_(earlier)
+
+    def _add_up_devices(self, bucket: int, parts: Sequence[torch.Tensor] = ()) -> None:
+        """Sum a bucket over the devices, each of which holds the sum over its ranks: all of it, or each its part.
+
+        Args:
+            bucket: its number.
+            parts: where the devices' parts of the sum go; empty: they stay where they are in it.
+        """
         communication, tensors = self._communication, [flat.gradients[bucket] for flat in self.flats]
         options, processes = communication.options, communication.processes
         dtype, wanted = tensors[0].dtype, options.comm_dtype
@@ -197,14 +265,18 @@ class GradBuckets:
         if communication.hook is not None:
             is_last = bucket == len(self.buckets) - 1
             communication.hook(GradientBucket(bucket, sent, self.names(bucket), is_last))
-        elif communication.shards > 1 and processes is None:
-            parts = [part_of(each, index, communication.shards) for index, each in enumerate(sent)]
-            dispatch.reduce_scatter_into(sent, parts, "sum", firsts)
+        elif communication.shards > 1 and (processes is None or self._is_cut):
+            outs = [part_of(each, index, communication.shards) for index, each in enumerate(sent)]
+            if parts and not is_cast:
+                outs, parts = [*parts], ()
+            dispatch.reduce_scatter_into(sent, outs, "sum", firsts)
         else:
             dispatch.all_reduce_into(sent, "sum", options.algorithm, True, firsts)
         if is_cast:
             for tensor, message in zip(tensors, sent, strict=True):
                 tensor.copy_(message)
+        for index, part in enumerate(parts):
+            part.copy_(part_of(tensors[index], index, communication.shards))
 
     def spread(self) -> None:
         """Copy the sums over the processes, which the first device has, to the others."""

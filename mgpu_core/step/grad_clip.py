@@ -164,27 +164,35 @@ def warm_up(sums: Sums) -> None:
     clip.copy_(norm.reciprocal())
 
 
-def check_finite(sums: Sums, replicas: Replicas, processes: int) -> None:
+_NOTHING = (
+    "nothing was updated. A smaller learning rate, clip_norm or a loss that is safe at 0 may help; "
+    "error_if_nonfinite=False updates all the same"
+)
+
+
+def check_finite(sums: Sums, replicas: Replicas, processes: int, summed: str | None) -> None:
     """Raise if a summed gradient is NaN or infinite; waits for the device.
 
     Args:
         sums: of all ranks and processes, whose norm is not finite.
         replicas: the ranks, whose own gradients say which parameter it is.
         processes: how many have added theirs.
+        summed: the name of a parameter whose sum is not finite, where ranks do not have their own any more.
 
     Raises:
         FloatingPointError: names the rank and the parameter.
     """
     if are_finite(sums):
         return
+    if summed is not None:
+        raise FloatingPointError(f"the gradient of {summed} is not finite; {_NOTHING}")
     for i, name in enumerate(replicas.names):
         for rank in replicas.team.ranks:
             gradient = replicas.parameters[rank][i].grad
             if gradient is not None and not bool(torch.isfinite(_values(gradient)).all()):
                 raise FloatingPointError(
                     f"the gradient of {name} is not finite on rank {rank} (device {replicas.team.devices[rank]}); "
-                    "nothing was updated. A smaller learning rate, clip_norm or a loss that is safe at 0 may help; "
-                    "error_if_nonfinite=False updates all the same"
+                    f"{_NOTHING}"
                 )
     if processes > 1:
         raise FloatingPointError(

@@ -78,6 +78,7 @@ class Losses:
         loss_fn: of one rank; ``None``: the module returns the loss.
         reduction: of the step.
         amp_dtype: forwards and losses run under autocast in this dtype; ``None``: without.
+        caches_casts: autocast keeps the parameters in this dtype until it ends.
 
     Attributes:
         amp_dtype: the same.
@@ -85,8 +86,10 @@ class Losses:
         are_known: the results of the last call had weights; ``None``: there was no call.
     """
 
-    def __init__(self, loss_fn: Any, reduction: str, amp_dtype: torch.dtype | None) -> None:
-        self._reduction, self.amp_dtype = reduction, amp_dtype
+    def __init__(
+        self, loss_fn: Any, reduction: str, amp_dtype: torch.dtype | None, *, caches_casts: bool = True
+    ) -> None:
+        self._reduction, self.amp_dtype, self._caches_casts = reduction, amp_dtype, caches_casts
         self.counts = reduction == "mean" and loss_fn is not None
         self._keywords, self._is_module = _keywords_of(loss_fn), _is_torchs_module(loss_fn)
         self.are_known: bool | None = None
@@ -99,7 +102,9 @@ class Losses:
 
     def autocast(self, device: torch.device) -> AbstractContextManager[object]:
         """Return the context that forwards and losses run in on a device."""
-        return NULL_CONTEXT if self.amp_dtype is None else torch.autocast(device.type, dtype=self.amp_dtype)
+        if self.amp_dtype is None:
+            return NULL_CONTEXT
+        return torch.autocast(device.type, dtype=self.amp_dtype, cache_enabled=self._caches_casts)
 
     def of(self, output: Any, loss_fn: Callable[..., Any] | None, part: RankPart) -> RankLoss:
         """Return the loss of a rank; set the part's factor before backward, if the loss is a mean over labels."""

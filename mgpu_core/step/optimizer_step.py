@@ -18,11 +18,12 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from mgpu_core.optim import FlatOptimizer
 from mgpu_core.optim.flat_state import FlatState
 from mgpu_core.step.grad_buckets import GradBuckets
+from mgpu_core.step.options import Options
 from mgpu_core.step.reducer import Gradients
 from mgpu_core.step.replicas import Replicas
 from mgpu_core.support.warnings import warn_user
 
-__all__ = ["LeftOverStep", "OptimizerStep"]
+__all__ = ["LeftOverStep", "OptimizerStep", "why_not_in_shards"]
 
 _version_of = attrgetter("_version")
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -65,9 +66,6 @@ class OptimizerStep:
         is_flat: the optimizer is one of ours, which multiplies gradients by a factor itself.
         left_over: warns of a step by hand by the gradients of the last update.
         pre_hooks: those of the optimizer.
-
-    Raises:
-        ValueError: shards that the optimizer, or the devices, cannot have.
     """
 
     def __init__(self, optimizer: Optimizer, replicas: Replicas, gradients: Gradients, in_shards: bool) -> None:
@@ -85,17 +83,6 @@ class OptimizerStep:
         # A wrapper may lack what torch's class makes.
         self.pre_hooks: dict[int, Any] = getattr(optimizer, _HOOKS[0], {})
         self.remember_values()
-        if in_shards:
-            self._check_shards()
-
-    def _check_shards(self) -> None:
-        if not self.is_flat:
-            raise ValueError(
-                f'shard="optimizer" is for the optimizers of mgpu_core.optim (SGD, Adam, AdamW, Lion), not for '
-                f"{type(self._optimizer).__module__.removesuffix('._functional')}.{type(self._optimizer).__name__}"
-            )
-        if self._replicas.is_mixed:
-            raise ValueError('shard="optimizer" wants devices of one kind: those of several round differently')
 
     @property
     def memory(self) -> tuple[int, int] | None:
@@ -219,3 +206,18 @@ class OptimizerStep:
         if getattr(step, "_wrapped_by_lr_sched", False):
             step = getattr(step, "__wrapped__", None)
         return step is None or getattr(step, "__func__", step) is type(optimizer).step
+
+
+def why_not_in_shards(options: Options) -> str | None:
+    """Return why the optimizer, or the devices, cannot have shards; ``None``: they can, or there are none."""
+    devices, kind = set(options.team.devices), type(options.optimizer)
+    if options.shard is None or (options.shard == "optimizer" and len(devices) == 1):
+        return None
+    if not issubclass(kind, FlatOptimizer):
+        name = f"{kind.__module__.removesuffix('._functional')}.{kind.__name__}"
+        return (
+            f'shard="{options.shard}" is for the optimizers of mgpu_core.optim (SGD, Adam, AdamW, Lion), not for {name}'
+        )
+    if len({device.type for device in devices}) > 1:
+        return f'shard="{options.shard}" wants devices of one kind: those of several round differently'
+    return None

@@ -54,8 +54,11 @@ class Options:
         _check_choice("reduction", self.reduction, REDUCTIONS)
         _check_choice("loss_on", self.loss_on, ("ranks", "gathered"))
         _check_choice("algorithm", self.algorithm, ALGORITHMS)
-        if self.shard not in (None, "optimizer"):
-            raise ValueError(f'shard must be None or "optimizer", not {self.shard!r}')
+        if self.shard not in (None, "optimizer", "parameters"):
+            raise ValueError(f'shard must be None, "optimizer" or "parameters", not {self.shard!r}')
+        if self.shard == "parameters" and (self.capture or self.static_graph):
+            name = "capture" if self.capture else "static_graph"
+            raise ValueError(f'shard="parameters" does not go with {name}=True: its blocks come and go')
         check_workers(self.workers)
         check_rng(self.rng)
         self._check_numbers()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -61,15 +62,20 @@ class RankModules:
         elif self._static is not None:
             self._refresh(*self._static)
         elif len(self._team) > 1:
-            self._static = self._made(len(self._team))
+            nodes, copies = self._made(len(self._team))
+            self._static = list(map(itemgetter(0), nodes)), copies
 
     def of_ranks(self, count: int) -> list[Module]:
         """Return the modules of the first ``count`` ranks, for one call, after a :meth:`read`."""
         if self._static is not None:
             return self._static[0][:count]
-        return [self.module] if count == 1 else self._made(count)[0]
+        return [self.module] if count == 1 else list(map(itemgetter(0), self._made(count)[0]))
 
-    def _made(self, count: int) -> tuple[list[Module], list[list[torch.Tensor]]]:
+    def nodes_of_ranks(self, count: int) -> list[list[Module]]:
+        """Return the same, each with all modules below it, by the tree's nodes."""
+        return [[node.module for node in self.tree.nodes]] if count == 1 else self._made(count)[0]
+
+    def _made(self, count: int) -> tuple[list[list[Module]], list[list[torch.Tensor]]]:
         tree, leaves = self.tree, self._leaves
         tensors = tree.tensors if leaves is None else tree.buffers
         if tensors:
@@ -87,10 +93,10 @@ class RankModules:
         # The ranks of a compiled module must take turns at the compiler, so rank 0 runs a replica, too.  So it does
         # where replicas live on: all ranks run the module as it was then, and none the one of now.
         calls = compiled_by_rank(tree, count) if tree.is_compiled else [[]] * count
-        modules = [] if tree.is_compiled or self.is_static else [self.module]
-        for rank in range(len(modules), count):
-            modules += (build_replica(tree, *rows[rank], calls[rank])[0],)
-        return modules, copies
+        nodes = [] if tree.is_compiled or self.is_static else [[node.module for node in tree.nodes]]
+        for rank in range(len(nodes), count):
+            nodes += (build_replica(tree, *rows[rank], calls[rank]),)
+        return nodes, copies
 
     def _refresh(self, replicas: Sequence[Module], copies: Sequence[Sequence[torch.Tensor]]) -> None:
         tensors = self.tree.tensors if self._leaves is None else self.tree.buffers

@@ -6,6 +6,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
+from torch.nn import Module
+
 from mgpu_core.devices.graphs import GRAPH_DEVICE
 from mgpu_core.parallel.first_calls import Call, FirstCalls
 from mgpu_core.parallel.first_calls.lost import LostAttributes, text_of_lost
@@ -16,15 +19,18 @@ from mgpu_core.ranks.draws import Draws
 from mgpu_core.ranks.rank_clock import RankClock
 from mgpu_core.ranks.run import Run, shares_generator
 from mgpu_core.ranks.worker_choice import IN_TURNS, MEETING, Workers, workers_for
+from mgpu_core.step.cut_replicas import CutReplicas
 from mgpu_core.step.losses import RankPart
 from mgpu_core.step.options import Options
 from mgpu_core.step.rank_modules import RankModules, replicas_of_loss
 from mgpu_core.step.replicas import Replicas
 from mgpu_core.step.rollback import BufferSnapshot
+from mgpu_core.step.shards import Shards
 from mgpu_core.support.null_context import NULL_CONTEXT
 from mgpu_core.tensor_parallel.module import TensorParallel
 from mgpu_core.trace import tracer
 from mgpu_core.trace.tracer import span
+from mgpu_core.trees.module_tree import ModuleTree
 from mgpu_core.trees.views import REWIRED, loosen
 
 __all__ = ["Ranks", "why_not_cut"]
@@ -40,6 +46,7 @@ class Ranks:
 
     Attributes:
         team: the devices of the ranks.
+        shards: parameters in shards; ``None``: each device has all of them.
         replicas: their parameters.
         net: their modules.
         loss: their loss functions: modules with tensors, or one function for all; ``None``: the module returns it.
@@ -57,7 +64,12 @@ class Ranks:
     def __init__(self, options: Options) -> None:
         team, module = options.team, options.module
         static = options.static_graph or options.capture
-        self.team, self.replicas = team, Replicas(module, team)
+        self.team, self.shards = team, None
+        if options.shard == "parameters":
+            self.shards = Shards(ModuleTree(module), team, options.bucket_nbytes)
+            self.replicas: Replicas = CutReplicas(module, team, self.shards)
+        else:
+            self.replicas = Replicas(module, team)
         self.net = RankModules(module, team, self.replicas.parameters, static=static)
         self.loss = replicas_of_loss(options.loss_fn, team, static=static)
         self.loss_fn = self.loss.module if isinstance(self.loss, RankModules) else self.loss
@@ -74,7 +86,7 @@ class Ranks:
         self._draws = Draws(rng, type(module).__name__)
         self.usual_workers = workers_for(options.workers, team.devices)
         self._shares_generator, self._count = shares_generator(team), len(team)
-        self.is_bare = team.on_host and len(team) == 1
+        self.is_bare = team.on_host and len(team) == 1 and self.shards is None
         observers = LostAttributes(rank=1, rank_0_keeps=True), SharedObjects(used_by=self.loss_fn), Originals()
         self._first_calls = FirstCalls(*(() if static else ((observer, _WATCHED) for observer in observers)))
         self.at_work: Run | PipelineRun | None = None
@@ -85,6 +97,11 @@ class Ranks:
         tree = self.net.tree
         turns = tree.takes_turns and self._shares_generator
         return MEETING if tree.ranks_meet else IN_TURNS if turns else self.usual_workers
+
+    @property
+    def in_turns(self) -> bool:
+        """The ranks share one device, and run one after the other, also their backwards."""
+        return len(self.replicas.devices) == 1 and self.workers.way == "caller"
 
     def follow(self) -> bool:
         """Read the modules as they are now; return whether they have the parameters that they had."""
@@ -109,7 +126,16 @@ class Ranks:
             RuntimeError: the forward writes parameters that several ranks share.
         """
         count = len(parts)
-        modules, tree = self.net.of_ranks(count), self.net.tree
+        tree = self.net.tree
+        if self.shards is None:
+            modules = self.net.of_ranks(count)
+        else:
+            nodes = self.net.nodes_of_ranks(count)
+            modules = [of_rank[0] for of_rank in nodes]
+            threads = self.workers is self.usual_workers and self.workers.way == "threads"
+            are_apart = self.team.on_host or len(self.replicas.devices) == len(self.team)  # autograd has one per device
+            self.shards.begin(nodes, is_training=torch.is_grad_enabled(), go_together=threads and are_apart)
+            work = partial(_with_blocks, self.shards, work)
         loss = self.loss if with_loss else None
         loss_fns = loss.of_ranks(count) if isinstance(loss, RankModules) else [loss] * count
         watched = Call(self.net.module, modules, tree, modules) if self._first_calls.go_on and count > 1 else None
@@ -140,6 +166,11 @@ class Ranks:
             if REWIRED in vars(modules[-1]) and not self.net.is_static:
                 loosen(modules)
 
+    def end_blocks(self) -> None:
+        """Free what blocks have whole, when no rank is at work any more."""
+        if self.shards is not None:
+            self.shards.end()
+
     def stop(self, seconds: float) -> bool:
         """Let no rank begin any more; return whether all have ended in that time."""
         return self.at_work is None or self.at_work.stop(seconds)
@@ -154,6 +185,16 @@ class Ranks:
         if self.net.tree.ranks_meet:
             return "ranks meet in synchronised layers"
         return None
+
+
+def _with_blocks(
+    shards: Shards, work: Callable[..., Any], module: Module, loss_fn: Any, rank: int, part: RankPart
+) -> Any:
+    """Run the work of a rank, which lets go of its blocks in the end."""
+    try:
+        return work(module, loss_fn, rank, part)
+    finally:
+        shards.rest(rank)
 
 
 def why_not_cut(options: Options) -> str | None:

@@ -36,12 +36,13 @@ from mgpu_core.step.grad_clip import GradientNorm, Sums
 from mgpu_core.step.param_hooks import ParameterHooks
 from mgpu_core.step.replicas import GradientHook, Replicas
 from mgpu_core.step.rollback import uninterrupted
+from mgpu_core.step.shards import Shards
 from mgpu_core.support.null_context import NULL_CONTEXT
 from mgpu_core.trace import tracer
 from mgpu_core.trace.events import ALL_RANKS
 from mgpu_core.trace.tracer import current_step, in_step, is_tracing, mark, span
 
-__all__ = ["Gradients", "ReadyCounter", "Reducer", "gradients_of"]
+__all__ = ["Gradients", "ReadyCounter", "Reducer"]
 
 Weight: TypeAlias = float | torch.Tensor
 Updated: TypeAlias = Callable[[], Collection[int]]
@@ -76,6 +77,10 @@ class Gradients:
     def norm(self) -> torch.Tensor:
         """Return the Euclidean norm of all sums together, a scalar on the first device."""
         raise NotImplementedError
+
+    def not_finite(self) -> str | None:
+        """Return the name of a parameter whose sum is NaN or infinite, if ranks have no gradients any more."""
+        return None
 
     def begin(self, ranks: int, *, overlap: bool, goes_on: bool) -> None:
         """Begin a backward of so many ranks.
@@ -246,6 +251,7 @@ class Reducer(Gradients):
     Args:
         replicas: the ranks' parameters.
         communication: how buckets are cut and summed.
+        cut: parameters in shards; ``None``: they are whole.
 
     Attributes:
         communication: the same.
@@ -254,11 +260,12 @@ class Reducer(Gradients):
     """
 
     buckets: GradBuckets
+    _fewest = 2  # buckets, for which gradients are counted: a single one is summed when backward is over
 
-    def __init__(self, replicas: Replicas, communication: Communication) -> None:
+    def __init__(self, replicas: Replicas, communication: Communication, cut: Shards | None = None) -> None:
         super().__init__(replicas)
         self.communication = communication
-        self.buckets = GradBuckets(replicas, None, communication)
+        self.buckets = GradBuckets(replicas, None, communication, cut)
         self._is_learning = False
         self._whole_step = current_step()
         self._ready: list[int] = []  # parameters, in the order of their first gradients on rank 0
@@ -278,12 +285,11 @@ class Reducer(Gradients):
         return self.buckets.norm.compute()
 
     def register_hooks(self) -> None:
-        # A single bucket is complete when backward is over: it is summed then, and no backward stops for Python.
         buckets = self.buckets.buckets
         parameters = self._replicas.own
         self._uncounted = ReadyCounter((), 0, len(buckets))  # of a backward whose buckets are summed after it
         self._expected = [sum(parameters[each.parameter].requires_grad for each in of.segments) for of in buckets]
-        if not self.buckets.is_empty and len(buckets) < 2:
+        if not self.buckets.is_empty and len(buckets) < self._fewest:
             _remove_all(self.handles)
             return
         me = weakref.ref(self)
@@ -455,11 +461,3 @@ def _remove_all(handles: dict[tuple[int, int], torch.utils.hooks.RemovableHandle
 
 def _is_sparse(gradient: torch.Tensor | None) -> bool:
     return gradient is not None and gradient.layout is not torch.strided
-
-
-def gradients_of(replicas: Replicas, communication: Communication) -> Gradients:
-    """Return the gradients of a step's ranks; those of one rank alone stay where they are, unless they are recorded."""
-    options = communication.options
-    if len(options.team) == 1 and communication.processes is None and not options.capture:
-        return OwnGradients(replicas)
-    return Reducer(replicas, communication)

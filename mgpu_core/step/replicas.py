@@ -8,6 +8,7 @@ to be noticed; only the memory of its parameters is compared, once per call and 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from operator import attrgetter, not_
 from typing import Any
 
@@ -19,6 +20,7 @@ from mgpu_core.devices.tensor_checks import memory_of, moved_between
 from mgpu_core.devices.transfer import to_device
 from mgpu_core.optim.flat_buffers import FlatTensors, compact, holders, warn_of_holders
 from mgpu_core.ranks.team import Team
+from mgpu_core.support.null_context import NULL_CONTEXT
 from mgpu_core.trees.module_copy import give_attributes, leaf_like
 from mgpu_core.trees.module_tree import ModuleTree, check_initialised, named_parameters_of
 
@@ -48,11 +50,16 @@ class Replicas:
         moves: how often parameters that the step does not update were found in other memory.
         have_left: views of values lie elsewhere than in their buckets, as after ``share_memory()``: all is to be laid
             out anew.
+        copied: the parameters that each device has a copy of.
         renewals: how often buckets got other memory, because somebody else held their memory.
 
     Raises:
         ValueError: a parameter that has not been initialised, or has a post-accumulate hook.
     """
+
+    _look = staticmethod(memory_of)  # equal answers, as long as no parameter was given other memory
+
+    host: torch.device | None = None  # where the whole module has room
 
     def __init__(self, net: Module, team: Team) -> None:
         self.net, self.team = net, team
@@ -66,13 +73,9 @@ class Replicas:
         self.devices = list(dict.fromkeys(team.devices))
         self.is_mixed = len({device.type for device in self.devices}) > 1
         self.ranks_of = [[rank for rank in team.ranks if team.devices[rank] == device] for device in self.devices]
+        self.copied: Sequence[int] = range(len(params))
         self.parameters: list[list[Parameter]] = [params]
-        for rank, device in enumerate(team.devices[1:], start=1):
-            first = team.devices.index(device)
-            values = self.parameters[first if first < rank else 0]
-            self.parameters.append(
-                [leaf_like(each, to_device(value.detach(), device)) for each, value in zip(params, values, strict=True)]
-            )
+        self._add_rows()
         self.frozen: list[bool] = []
         self.moves = self.renewals = 0
         self.have_left = False
@@ -80,9 +83,21 @@ class Replicas:
         self._flats: dict[int, FlatTensors] = {}  # of each device, that memory
         self._ends: dict[int, Any] = {}  # on the first device, where the parameters lie in it
         self._all = [parameter for row in self.parameters for parameter in row]
-        self._memory = memory_of(self._all)
+        self._memory = self._look(self._all)
         holders.add(self)
         self._kinds = list(map(_kind_of, params))
+
+    def _add_rows(self) -> None:
+        """Make the parameters of the ranks after the first."""
+        for rank, device in enumerate(self.team.devices[1:], start=1):
+            first = self.team.devices.index(device)
+            values = self.parameters[first if first < rank else 0]
+            pairs = zip(self.own, values, strict=True)
+            self.parameters.append([leaf_like(each, to_device(value.detach(), device)) for each, value in pairs])
+
+    def _is_alike(self, i: int) -> bool:
+        """Return whether a parameter has the shape, dtype and device that it had."""
+        return bool(_kind_of(self.own[i]) == self._kinds[i])
 
     @property
     def held(self) -> Sequence[torch.Tensor]:
@@ -124,19 +139,19 @@ class Replicas:
         Raises:
             RuntimeError: a parameter has another shape, dtype or device.
         """
-        now = memory_of(self._all)
+        now = self._look(self._all)
         if now == self._memory:
             return False
         moved = sorted({i % len(self._kinds) for i in moved_between(now, self._memory)})
         for i in moved:
-            if _kind_of(self.own[i]) != self._kinds[i]:
+            if not self._is_alike(i):
                 raise RuntimeError(f"parameter {self.names[i]} was given another shape, dtype or device: {ADVICE}")
         self._leave_to_others(moved)
         for i in moved:
             self._take_back(i)
         self.send_values(moved)
         self.moves += not self._adopted.issuperset(moved)
-        self._memory = memory_of(self._all)
+        self._memory = self._look(self._all)
         return True
 
     @torch.no_grad()
@@ -200,7 +215,7 @@ class Replicas:
     def send_values(self, indices: Sequence[int] | None = None) -> None:
         """Copy the values of the user's module to the other devices: all parameters, or those with these indices."""
         leaders = [ranks[0] for ranks in self.ranks_of[1:]]
-        wanted = range(len(self.own)) if indices is None else indices
+        wanted = self.copied if indices is None else [i for i in indices if i in self.copied]
         if leaders and wanted:
             sources = [self.own[i].detach() for i in wanted]
             copies = [[self.parameters[rank][i].detach() for rank in leaders] for i in wanted]
@@ -218,7 +233,7 @@ class Replicas:
                 values.show_to(self.parameters[rank], indices)
         self._adopted, self._flats = frozenset(indices), dict(enumerate(flats))
         self._ends = {i: memory_of([view]) for i, view in flats[0].value_views.items()}
-        self._memory = memory_of(self._all)
+        self._memory = self._look(self._all)
 
     def _let_go_of_all_but(self, indices: Collection[int]) -> None:
         for i in self._adopted.difference(indices):  # they have left the optimizer
@@ -227,8 +242,12 @@ class Replicas:
                 for rank in ranks:
                     self.parameters[rank][i].data = values
 
-    def release(self) -> None:
-        """Give the user's module storage of its own again."""
+    def full(self, device: torch.device | None) -> AbstractContextManager[object]:
+        """Let the user's module be whole inside, on this device, or on the first: here it always is."""
+        return NULL_CONTEXT
+
+    def release(self, *, on_host: bool = False) -> None:
+        """Give the user's module storage of its own again; what has no memory, on the first device, or on the host."""
         for i in self._adopted:
             self.own[i].data = compact(self.own[i])
         self._adopted = frozenset()

@@ -59,7 +59,9 @@ class Standing:
         seconds = time_limit()
         self.refuse("a rank may still be at work in a step that was given up")  # Ctrl-C may come again
         all_ended = ranks.stop(seconds)
-        if not all_ended:
+        if all_ended:
+            ranks.end_blocks()
+        else:
             self.refuse(f"a rank was still at work {seconds:g} s after its step had failed")
         return all_ended
 

@@ -13,12 +13,13 @@ from torch.optim import Optimizer
 
 from mgpu_core._core import ReentrancyGuard
 from mgpu_core.comm.buckets import DEFAULT_NBYTES
-from mgpu_core.devices.devices import DeviceLike
+from mgpu_core.devices.devices import DeviceLike, as_devices
 from mgpu_core.errors import Error
 from mgpu_core.ranks.compiled import outside_the_compiler
 from mgpu_core.step.arguments import check_device, check_optimizer, checked_options, warn_of_options
 from mgpu_core.step.checkpoint import first_difference, load_state, state_of
-from mgpu_core.step.cuda_graphs import CapturedSteps
+from mgpu_core.step.cuda_graphs import captured_steps
+from mgpu_core.step.cut_gradients import gradients_of
 from mgpu_core.step.forward_backward import way_to_pass
 from mgpu_core.step.grad_buckets import CommHook, Communication
 from mgpu_core.step.grad_scaler import LossScale
@@ -29,7 +30,6 @@ from mgpu_core.step.options import ARGUMENTS
 from mgpu_core.step.pipeline_passes import passes_of
 from mgpu_core.step.process_sums import ProcessSums
 from mgpu_core.step.ranks import Ranks
-from mgpu_core.step.reducer import Reducer, gradients_of
 from mgpu_core.step.split_plan import SplitPlan, StepPlan
 from mgpu_core.step.standing import Standing
 from mgpu_core.step.update import Update
@@ -172,7 +172,7 @@ class TrainStep:
         )
         team = options.team
         self._split_plan = SplitPlan(shares, team)
-        check_device(net, team)
+        check_device(net, team, options.shard)
         self._guard = ReentrancyGuard("this step is already running: one call at a time, not one inside another")
         self._processes = None if process_group is None else ProcessSums(process_group, team.devices[0])
         self._options, self._loss_scale = options, LossScale(amp_dtype)
@@ -190,14 +190,16 @@ class TrainStep:
             processes.check_alike(options.shared())
             processes.send_module(options.module)
         self._ranks = Ranks(options)
-        self._gradients = gradients_of(self._ranks.replicas, self._communication)
-        self._passes = passes_of(options, self._ranks, self._split_plan)
-        self._update = Update(
-            options.optimizer, self._ranks, self._gradients, self._communication, self._loss_scale, steps
-        )
-        self._captured = None
-        if options.capture and isinstance(self._gradients, Reducer):
-            self._captured = CapturedSteps(options, self._gradients, self._passes, self._update)
+        try:
+            self._gradients = gradients_of(self._ranks, self._communication)
+            self._passes = passes_of(options, self._ranks, self._split_plan)
+            self._update = Update(
+                options.optimizer, self._ranks, self._gradients, self._communication, self._loss_scale, steps
+            )
+        except BaseException:
+            self._ranks.replicas.release()
+            raise
+        self._captured = captured_steps(options, self._gradients, self._passes, self._update)
         self._is_built = True
 
     def __getattr__(self, name: str) -> Any:
@@ -377,7 +379,12 @@ class TrainStep:
             if self.loss_fn is None or self._passes.gathers:
                 return LossCheck(None, reason="there is no loss function that is called per rank")
             self._follow_module(updates=False)
-            return self._watch.check(self._passes, inputs, kwargs)
+            try:
+                return self._watch.check(self._passes, inputs, kwargs)
+            except BaseException:
+                if self._standing.have_ended(self._ranks):
+                    self._standing.refuse(None)
+                raise
 
     def flush(self) -> bool:
         """Update by the calls since the last update, if there are any: at the end of an epoch, with ``accumulate``.
@@ -422,6 +429,28 @@ class TrainStep:
             raise RuntimeError("a communication hook changes between updates, not between calls that accumulate")
         self._communication.hook = hook
 
+    @contextmanager
+    def full_parameters(self, device: DeviceLike | None = None) -> Iterator[Module]:
+        """Have the module whole inside: to look at it, to save it, to change values, which count from then on.
+
+        With ``shard="parameters"`` its parameters have no memory between steps; without it they are whole anyway, and
+        stay where they are.
+
+        Args:
+            device: where they are whole, ``"cpu"`` if they do not fit on one device; ``None``: on the first device.
+
+        Yields:
+            ``net``.
+        """
+        with self._guard:
+            self._standing.check()
+            context = self._ranks.replicas.full(None if device is None else as_devices([device])[0])
+            context.__enter__()
+        try:
+            yield self.module
+        finally:
+            context.__exit__(None, None, None)
+
     def sync_parameters(self) -> None:
         """Give all devices the values of ``net``: after writes through ``.data``, which torch does not count.
 
@@ -430,7 +459,8 @@ class TrainStep:
         with self._guard:
             self._standing.check()
             if self._processes is not None:
-                self._processes.send_module(self.module)
+                with self._ranks.replicas.full(None):
+                    self._processes.send_module(self.module)
             self._ranks.replicas.send_values()
             self._update.optimizer_step.remember_values()
 
@@ -460,7 +490,8 @@ class TrainStep:
             self._standing.check()
             counts: dict[str, Any] = {"steps": self.steps, "loss_scale": self.loss_scale.state_dict()}
             counts["shares"] = self._split_plan.measured()
-            return state_of(self.module, self.optimizer) | counts
+            with self._ranks.replicas.full(self._ranks.replicas.host):
+                return state_of(self.module, self.optimizer) | counts
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put a state back that :meth:`state_dict` made; calls that were being accumulated are dropped.
@@ -472,7 +503,8 @@ class TrainStep:
         """
         with self._guard:
             self._standing.check()
-            load_state(state, self.module, self.optimizer)
+            with self._ranks.replicas.full(self._ranks.replicas.host):
+                load_state(state, self.module, self.optimizer)
             self._update.steps = int(state["steps"])
             self._loss_scale.load_state_dict(state["loss_scale"])
             self._split_plan.resume(state["shares"])
@@ -487,10 +519,10 @@ class TrainStep:
             self._rebuild()
 
     def _rebuild(self) -> None:
-        check_device(self.module, self.team)
+        check_device(self.module, self.team, self.shard)
         self._standing.refuse("it could not be built")
         self._is_built = False  # until all of it is: a failure in between makes the next call build again
-        self._leave()
+        self._leave(on_host=True)
         self._build(self._update.steps)
         self._standing.refuse(None)
 
@@ -501,14 +533,14 @@ class TrainStep:
                 self._leave()
             self.team.close()
 
-    def _leave(self) -> None:
-        """Give module and optimizer memory of their own again."""
+    def _leave(self, *, on_host: bool = False) -> None:
+        """Give module and optimizer memory of their own again: what has none, on the first device, or on the host."""
         if self._captured is not None:
             self._captured.graphs.clear()
             self._captured.recorder.forget()
         self._gradients.close()
         self._update.optimizer_step.leave()
-        self._ranks.replicas.release()
+        self._ranks.replicas.release(on_host=on_host)
 
     def __repr__(self) -> str:
         now = self._options

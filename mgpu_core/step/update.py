@@ -173,7 +173,7 @@ class Update:
             norm = self._norm(options)
             if error_if_nonfinite and not math.isfinite(float(norm)):
                 count = 1 if self._processes is None else self._processes.count
-                check_finite(gradients.sums, self.replicas, count)
+                check_finite(gradients.sums, self.replicas, count, gradients.not_finite())
             if clip_norm is not None and is_flat:
                 factor = factor_of(factor, norm, clip_norm)
             elif clip_norm is not None:

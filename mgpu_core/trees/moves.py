@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-__all__ = ["give_memory", "is_spread", "refuse_moves"]
+from mgpu_core.devices.transfer import to_device
+
+__all__ = ["give_memory", "is_spread", "move_buffers", "refuse_moves"]
 
 
 def is_spread(module: Module) -> bool:
@@ -35,3 +37,10 @@ def give_memory(parameter: torch.Tensor, moved: torch.Tensor) -> None:
         other = torch.Tensor._make_subclass(type(parameter), moved, parameter.requires_grad)
         other.__dict__.update(parameter.__dict__)
         torch.utils.swap_tensors(parameter, other)
+
+
+def move_buffers(module: Module, device: torch.device) -> None:
+    """Move the buffers of a module to a device, and leave its parameters where they are."""
+    for buffer in module.buffers():
+        if buffer.device != device:
+            give_memory(buffer, to_device(buffer.detach(), device))

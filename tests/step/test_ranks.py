@@ -122,7 +122,13 @@ def test_a_rate_of_dropout_gives_ranks_numbers_of_their_own():
     assert len(results) == 1
 
 
-PARTS = "ranks.RankModules", "reducer.Reducer", "update.OptimizerStep", "train_step.passes_of", "train_step.Update"
+PARTS = (
+    "ranks.RankModules",
+    "cut_gradients.Reducer",
+    "update.OptimizerStep",
+    "train_step.passes_of",
+    "train_step.Update",
+)
 
 
 @pytest.mark.parametrize("part", PARTS)

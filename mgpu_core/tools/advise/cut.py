@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from torch.nn import Module
 
 from mgpu_core.devices.memory import total_nbytes
@@ -11,6 +13,7 @@ from mgpu_core.tensor_parallel.plan import read_plan, suggested_plan
 from mgpu_core.tools.advise.memory import Memory
 from mgpu_core.tools.advise.plan import AdvicePlan
 from mgpu_core.tools.advise.recommend import PIPELINE, TENSOR_PARALLEL, Recommendation
+from mgpu_core.trees.blocks import blocks_of
 from mgpu_core.trees.module_copy import copy_module
 
 __all__ = ["capacity_of", "recommended_cut"]
@@ -45,12 +48,29 @@ def recommended_cut(plan: AdvicePlan, memory: Memory, capacity: int) -> Recommen
                 f"{PIPELINE}: {needs}. Cut it over {parts} devices, of which the fullest needs about "
                 f"{human_nbytes(largest)}, or less with more micro-batches: "
                 f"pipe = mgpu_core.Pipeline(net, device_ids, split_points={split}); "
-                "step = mgpu_core.TrainStep(pipe, loss_fn, optimizer)"
+                f"step = mgpu_core.TrainStep(pipe, loss_fn, optimizer){_in_shards(net, memory, capacity)}"
             )
             return Recommendation(PIPELINE, text)
     largest = max(int(memory.total_nbytes * layer.nbytes / total) for layer in layers)
     between = f"A cut between its layers does not help: one of them needs {human_nbytes(largest)}."
     return _of_layers(net, memory, capacity, f"{needs}. {between}")
+
+
+def _in_shards(net: Module, memory: Memory, capacity: int) -> str:
+    """Name the step whose devices keep an N-th of parameters, gradients and state each, if a few of them suffice.
+
+    Whole on each are the layers outside of the blocks, and two blocks, with their gradients.
+    """
+    blocks = [sum(each.nbytes for each in block.parameters()) for block in blocks_of(net).values()]
+    outside = sum(each.nbytes for each in net.parameters()) - sum(blocks)
+    room = capacity - memory.activations_nbytes - 2 * outside - 4 * max(blocks, default=0)
+    held = memory.total_nbytes - memory.activations_nbytes
+    if held > room * _MOST_PARTS:
+        return ""
+    return (
+        f". Or leave it in one piece, of which each of {math.ceil(held / room)} devices keeps a part: "
+        'mgpu_core.TrainStep(net, loss_fn, optimizer, device_ids, shard="parameters"), with mgpu_core.optim'
+    )
 
 
 def _of_layers(net: Module, memory: Memory, capacity: int, why: str) -> Recommendation:

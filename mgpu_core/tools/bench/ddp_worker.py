@@ -3,17 +3,15 @@
 It has a replica of the network and its share of the rows; gradients are averaged over gloo while backward goes on.
 """
 
-import time
-
-from torch import distributed, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from mgpu_core.tools.bench.gloo_worker import WorkerConfig
+from mgpu_core.tools.bench.gloo_worker import TrainingRank, WorkerConfig
 from mgpu_core.tools.bench.training import Step, Trainee, TrainRow, torch_step
 
 
-class DdpRank:
+class DdpRank(TrainingRank):
     """The orders, as methods."""
 
     def __init__(self, config: WorkerConfig) -> None:
@@ -25,12 +23,8 @@ class DdpRank:
         begin = self._seat.rank * share
         self._trainee = Trainee(training, _ddp_step, slice(begin, begin + share))
 
-    def run(self) -> float:
-        """Return the seconds of one turn, from the barrier to this rank's end."""
-        distributed.barrier()
-        begin = time.perf_counter()
+    def step(self) -> None:
         self._trainee.train()
-        return time.perf_counter() - begin
 
     def wrong(self, salt: int) -> int:
         """Wrong values in this rank; each compares with the bare module on the whole batch."""

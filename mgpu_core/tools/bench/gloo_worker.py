@@ -56,6 +56,21 @@ def serve(connection: Connection, config: WorkerConfig, make_rank: MakeRank) -> 
         connection.send(("failed", f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"))
 
 
+class TrainingRank:
+    """A process that trains; others say how it makes a step."""
+
+    def step(self) -> None:
+        """Make the steps of one turn, to their end."""
+        raise NotImplementedError
+
+    def run(self) -> float:
+        """Return the seconds of one turn, from the barrier to this rank's end."""
+        distributed.barrier()
+        begin = time.perf_counter()
+        self.step()
+        return time.perf_counter() - begin
+
+
 class Rank:
     """The orders of the collectives' cases, as methods."""
 

@@ -139,6 +139,13 @@ def parse_png(text: str) -> Path:
     return Path(text)
 
 
+def add_counts(parser: argparse.ArgumentParser, **counts: tuple[int, str]) -> None:
+    """Add options that are whole numbers above 0: by name the default, and a text."""
+    for name, (default, text) in counts.items():
+        text = f"{text} (default: {default})"
+        parser.add_argument(f"--{name}", type=parse_count, default=default, metavar="N", help=text)
+
+
 def add_ranks(parser: argparse.ArgumentParser, default: str) -> None:
     """`--ranks`, for the cases that have them."""
     parser.add_argument(

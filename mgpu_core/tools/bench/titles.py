@@ -4,6 +4,7 @@ TITLES = {
     "train_step": "A training step with TrainStep",
     "forward_backward": "Forward and backward with DataParallel",
     "pipeline": "A training step over a pipeline",
+    "shards": "A training step with parameters in shards",
     "tensor_parallel": "A model cut over ranks by a plan",
     "inference": "Answering requests with a Predictor",
     "loader": "Loading data",

@@ -1,14 +1,13 @@
 """The network of the `pipeline` case, and processes that train it: alone, or a stage of it each."""
 
-import time
 from dataclasses import dataclass
 
 import torch
-from torch import distributed, nn
+from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn import functional
 
-from mgpu_core.tools.bench.gloo_worker import WorkerConfig
+from mgpu_core.tools.bench.gloo_worker import TrainingRank, WorkerConfig
 
 SEED, LR = 0, 0.01
 WORDS, WIDTH, HEADS, LENGTH = 1000, 256, 4, 128
@@ -75,7 +74,7 @@ def wrong_values(task: PipelineTask, parameters: dict[str, torch.Tensor], salt: 
     )
 
 
-class OwnNetwork:
+class OwnNetwork(TrainingRank):
     """A process that trains the whole network with one thread, beside others that do the same."""
 
     def __init__(self, config: WorkerConfig) -> None:
@@ -91,22 +90,15 @@ class OwnNetwork:
         self._optimizer = torch.optim.SGD(self._network.parameters(), lr=LR)
         self._batch = self._task.tokens(salt)
 
-    def _step(self) -> None:
+    def step(self) -> None:
         self._optimizer.zero_grad()
         loss_fn(self._network(self._batch[0]), self._batch[1]).backward()
         self._optimizer.step()
 
-    def run(self) -> float:
-        """Return the seconds of one step, from the barrier on."""
-        distributed.barrier()
-        begin = time.perf_counter()
-        self._step()
-        return time.perf_counter() - begin
-
     def wrong(self, salt: int) -> int:
         """Wrong parameters after one step."""
         self._begin(salt)
-        self._step()
+        self.step()
         return wrong_values(self._task, dict(self._network.named_parameters()), salt)
 
 
@@ -127,7 +119,7 @@ class OwnStage(OwnNetwork):
         self._schedule = Schedule1F1B(stage, task.chunks, loss_fn)
         self._batch = task.tokens(salt)
 
-    def _step(self) -> None:
+    def step(self) -> None:
         self._optimizer.zero_grad()
         if self._rank == 0:
             self._schedule.step(self._batch[0])
@@ -138,7 +130,7 @@ class OwnStage(OwnNetwork):
     def wrong(self, salt: int) -> int:
         """Wrong parameters of this stage after one step."""
         self._begin(salt)
-        self._step()
+        self.step()
         parameters = list(self._network.parameters())
         names = self._names[: len(parameters)] if self._rank == 0 else self._names[-len(parameters) :]
         return wrong_values(self._task, dict(zip(names, parameters, strict=True)), salt)

@@ -53,6 +53,18 @@ def synchronize(which: int | str | torch.device | None = None) -> None:
     torch.accelerator.synchronize(_index(which))
 
 
+def memory_allocated(which: int | str | torch.device | None = None) -> int:
+    return built.allocated(_index(which))
+
+
+def max_memory_allocated(which: int | str | torch.device | None = None) -> int:
+    return built.most_allocated(_index(which))
+
+
+def reset_peak_memory_stats() -> None:
+    built.forget_most_allocated()
+
+
 def get_amp_supported_dtype() -> list[torch.dtype]:
     return [torch.float16, torch.bfloat16]
 

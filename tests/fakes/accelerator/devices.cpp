@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/CPUAllocator.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -30,12 +31,34 @@ void make_current(c10::DeviceIndex index) {
   current = index;
 }
 
+// A block of memory as its deleter sees it: before the first byte that is given out.
+struct alignas(64) Header {
+  c10::DeviceIndex device;
+  int64_t nbytes;
+};
+
+std::array<std::atomic<int64_t>, kDevices> allocated{}, most_allocated{};  // bytes of each device
+
+void free_block(void* start) {
+  if (!start) return;
+  Header* header = static_cast<Header*>(start) - 1;
+  allocated[header->device] -= header->nbytes;
+  std::free(header);
+}
+
 struct Memory final : at::Allocator {
   at::DataPtr allocate(size_t nbytes) override {
-    void* start = nbytes ? std::aligned_alloc(64, (nbytes + 63) / 64 * 64) : nullptr;
-    return {start, start, &std::free, meant()};
+    if (!nbytes) return {nullptr, nullptr, &free_block, meant()};
+    void* whole = std::aligned_alloc(64, sizeof(Header) + (nbytes + 63) / 64 * 64);
+    TORCH_CHECK_WITH(OutOfMemoryError, whole, "fake:", int(meant().index()), " has no memory left");
+    Header* header = new (whole) Header{meant().index(), int64_t(nbytes)};
+    const int64_t now = allocated[header->device] += nbytes;
+    int64_t most = most_allocated[header->device];
+    while (most < now && !most_allocated[header->device].compare_exchange_weak(most, now)) {
+    }
+    return {header + 1, header + 1, &free_block, meant()};
   }
-  at::DeleterFnPtr raw_deleter() const override { return &std::free; }
+  at::DeleterFnPtr raw_deleter() const override { return &free_block; }
   void copy_data(void* target, const void* source, size_t nbytes) const override {
     default_copy_data(target, source, nbytes);
   }
@@ -183,6 +206,14 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     return index < 0 ? current : exchangeDevice(index);
   }
   at::Allocator* getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t nbytes) const override {
+    c10::StorageImpl& resized = *storage.unsafeGetStorageImpl();
+    const c10::DeviceGuard guard(storage.device());
+    at::DataPtr grown = allocator().allocate(nbytes);
+    if (const size_t kept = std::min(nbytes, resized.nbytes())) std::memcpy(grown.get(), resized.data(), kept);
+    resized.set_data_ptr_noswap(std::move(grown));
+    resized.set_nbytes(nbytes);
+  }
   const at::Generator& getDefaultGenerator(c10::DeviceIndex index) const override { return default_generator(index); }
   at::Generator getNewGenerator(c10::DeviceIndex index) const override { return new_generator(index); }
 };
@@ -238,6 +269,13 @@ void arrive(c10::DeviceIndex source) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   at::RegisterPrivateUse1HooksInterface(new fake::Hooks());
   module.attr("devices") = int(fake::kDevices);
+  // Bytes of a device that are given out, and the most there were since the last call of `forget_most_allocated`.
+  module.def("allocated", [](int index) { return fake::allocated[index].load(); });
+  module.def("most_allocated", [](int index) { return fake::most_allocated[index].load(); });
+  module.def("forget_most_allocated", [] {
+    for (int index = 0; index < fake::kDevices; ++index)
+      fake::most_allocated[index] = fake::allocated[index].load();
+  });
   module.def("current", [] { return int(fake::current); });
   module.def("make_current", [](int index) { fake::make_current(c10::DeviceIndex(index)); });
   // Since the last call: (device, stream, device, stream, copies), of which the first stream waited for the second,

@@ -39,6 +39,29 @@ def test_the_fewest_parts_that_fit(parts, split):
     assert str(Advice.from_json(found.to_json())) == str(found)
 
 
+def shards_advised(layers, share, optimizer=None):
+    """The advice on a net of so many blocks, for a device with a share of what parameters, gradients and state need."""
+    model, sample = nn.Sequential(*(nn.Linear(64, 64) for _ in range(layers))), (torch.ones(4, 64), torch.ones(4, 64))
+    needed = (2 if optimizer is None else 4) * sum(each.nbytes for each in model.parameters())
+    text = mgpu_core.advise(
+        model, mse, sample, device_ids=["cpu", "cpu"], device_nbytes=int(share * needed), optimizer=optimizer
+    ).recommendation.text
+    assert text.startswith("Pipeline: ")
+    return text.partition(". Or leave it in one piece, of which each of ")[2]
+
+
+def test_a_step_in_shards_is_named_where_parts_of_parameters_gradients_and_state_fit():
+    # Of 32 blocks a rank has two whole, with their gradients: a sixteenth of all parameters and gradients.
+    assert shards_advised(32, 0.45).startswith(
+        '3 devices keeps a part: mgpu_core.TrainStep(net, loss_fn, optimizer, device_ids, shard="parameters")'
+    )
+    assert shards_advised(32, 0.3).startswith("5 devices")
+    # The state of AdamW is as large as both, and nobody needs it whole.
+    assert shards_advised(32, 0.3, torch.optim.AdamW).startswith("4 devices")
+    assert not shards_advised(4, 0.4), "a rank has two of four blocks whole"
+    assert not shards_advised(32, 0.1)
+
+
 def test_a_model_that_fits_is_measured():
     found = advice(10 * NEEDED)
     assert found.recommendation.way != "Pipeline"

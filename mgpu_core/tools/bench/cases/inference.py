@@ -25,7 +25,7 @@ from torch import nn
 
 from mgpu_core import DataParallel, Predictor
 from mgpu_core.tools.bench.case import Case, Contest, RowPlan, at_least, at_most
-from mgpu_core.tools.bench.options import parse_count
+from mgpu_core.tools.bench.options import add_counts
 from mgpu_core.tools.bench.timing import OURS, Contestant, Timing, timed
 from mgpu_core.tools.mnist.model import build_model
 
@@ -36,12 +36,7 @@ Answers = list[torch.Tensor]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """How much is asked."""
-    parser.add_argument(
-        "--requests", type=parse_count, default=1600, metavar="N", help="of one row (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--batches", type=parse_count, default=64, metavar="N", help="of the map (default: %(default)s)"
-    )
+    add_counts(parser, requests=(1600, "of one row"), batches=(64, "of the map"))
 
 
 def plan(options: argparse.Namespace) -> RowPlan:

@@ -22,7 +22,7 @@ import torch
 from mgpu_core import Pipeline, TrainStep, explain, place
 from mgpu_core.tools.bench.case import Case, Contest, RowPlan, at_most
 from mgpu_core.tools.bench.gloo import GlooTeam
-from mgpu_core.tools.bench.options import parse_count
+from mgpu_core.tools.bench.options import add_counts, parse_count
 from mgpu_core.tools.bench.timing import OURS, Contestant, Timing, timed
 from mgpu_core.tools.bench.transformer import LR, OwnNetwork, OwnStage, PipelineTask, loss_fn, wrong_values
 from mgpu_core.tools.explain.timeline import Timeline, timelines_of
@@ -32,14 +32,7 @@ STAGES = 2
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Return the network, the batch and the cut."""
-    for name, default, text in (
-        ("layers", 12, "transformer blocks"),
-        ("batch", 32, "rows of 128 tokens"),
-        ("chunks", 8, "micro-batches"),
-    ):
-        parser.add_argument(
-            f"--{name}", type=parse_count, default=default, metavar="N", help=f"{text} (default: {default})"
-        )
+    add_counts(parser, layers=(12, "transformer blocks"), batch=(32, "rows of 128 tokens"), chunks=(8, "micro-batches"))
     parser.add_argument(
         "--cut", type=parse_count, metavar="N", help="the block of the cut (default: one past the middle)"
     )

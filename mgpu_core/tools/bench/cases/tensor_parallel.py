@@ -15,21 +15,14 @@ from mgpu_core import TensorParallel
 from mgpu_core.tools.bench.case import Case, Contest, RowPlan, at_most
 from mgpu_core.tools.bench.gloo import GlooTeam
 from mgpu_core.tools.bench.llama import LlamaTask, OwnPart, saved
-from mgpu_core.tools.bench.options import parse_count
+from mgpu_core.tools.bench.options import add_counts
 from mgpu_core.tools.bench.timing import OURS, Contestant, Timing, timed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Return the model, the batch and the ranks."""
-    for name, default, text in (
-        ("layers", 8, "blocks of the model"),
-        ("width", 512, "of the model"),
-        ("batch", 8, "rows of 64 tokens"),
-        ("ranks", 2, "devices"),
-    ):
-        parser.add_argument(
-            f"--{name}", type=parse_count, default=default, metavar="N", help=f"{text} (default: {default})"
-        )
+    add_counts(parser, layers=(8, "blocks of the model"), width=(512, "of the model"))
+    add_counts(parser, batch=(8, "rows of 64 tokens"), ranks=(2, "devices"))
 
 
 def plan(options: argparse.Namespace) -> RowPlan:

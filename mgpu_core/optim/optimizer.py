@@ -78,6 +78,11 @@ class FlatOptimizer(Optimizer):
                 loss = closure()
         used, factor = self._order or _BY_HAND
         flat, gradients = self.flat, None
+        if flat is not None and flat.is_cut and self._order is None:
+            raise RuntimeError(
+                'optimizer.step() by hand, while a TrainStep with shard="parameters" keeps the values: call '
+                "step.close() before, which makes the module whole"
+            )
         is_changed = self._optimizer_step_pre_hooks or _global_optimizer_pre_hooks  # a hook may write gradients
         if flat is None or used is None or (is_changed and flat.shards == 1 and not flat.is_cut):
             flat, used, gradients = self._take_gradients()

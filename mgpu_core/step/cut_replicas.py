@@ -57,7 +57,9 @@ class CutReplicas(Replicas):
             if i not in cut:
                 parameter.data = to_device(parameter.detach(), first)
                 continue
-            if not parameter.is_meta:
+            if parameter.is_meta:
+                self._shards.unset.add(i)
+            else:
                 self._shards.put(i, parameter.detach())
             give_memory(parameter, self._shards.absent[i])
         for device in self.team.devices[1:]:
@@ -103,26 +105,34 @@ class CutReplicas(Replicas):
     def settle(self) -> bool:
         return not self._is_over and super().settle()
 
+    def _set(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        i = next((i for i in self._shards.cut if self.own[i] is tensor), None)
+        if i is not None:
+            self._shards.put(i, value)
+        else:
+            super()._set(tensor, value)
+
     def release(self, *, on_host: bool = False) -> None:
         """Make the user's module whole for good, on the first device, or on the host."""
         self._make_whole(self.host if on_host else None)
         self._is_over = True
 
-    def _make_whole(self, device: torch.device | None) -> None:
+    def _make_whole(self, device: torch.device | None, *, sets_all: bool = False) -> None:
         if device is not None and device.type == "cpu" and self.host != device:
             raise ValueError(f"torch cannot let parameters on {self.team.devices[0]} be on {device}: leave device out")
-        for i in sorted(self._shards.cut):
+        for i in sorted(self._shards.cut - (frozenset() if sets_all else self._shards.unset)):
             self.own[i].data = self._shards.whole(i, device or self.team.devices[0])
 
     @contextmanager
-    def full(self, device: torch.device | None) -> Iterator[None]:
+    def full(self, device: torch.device | None, *, sets_all: bool = False) -> Iterator[None]:
         """Let the user's module be whole inside; values that are changed there count.
 
         Args:
             device: where; ``None``: on the first.
+            sets_all: also parameters that have no values yet, which get some inside.
         """
         try:
-            self._make_whole(device)
+            self._make_whole(device, sets_all=sets_all)
             yield
         finally:
             with uninterrupted():

@@ -67,16 +67,19 @@ class Communication:
         options: of the step.
         processes: the sums over all processes; ``None``: there are no others.
         hook: sums the buckets over the devices instead of the all-reduce.
+        are_parts: no device has whole sums.
         shards: each device needs the sum of its part alone, of so many; 1: all of it.
     """
 
     options: Options
     processes: ProcessSums | None
     hook: CommHook | None = None
+    are_parts: bool = field(init=False)
     shards: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.shards = len(set(self.options.team.devices)) if self.options.shard else 1
+        self.are_parts = self.shards > 1 or self.options.shard == "parameters"
 
 
 @dataclass(frozen=True, slots=True)

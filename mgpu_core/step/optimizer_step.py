@@ -72,7 +72,7 @@ class OptimizerStep:
         self._optimizer = optimizer
         self._ours = optimizer if isinstance(optimizer, FlatOptimizer) else None
         self.is_flat = self._ours is not None
-        self._replicas, self._in_shards = replicas, in_shards
+        self._replicas, self._in_shards, self._has_warned = replicas, in_shards, False
         self._gradients = gradients
         self.has_copies = len(replicas.devices) > 1
         self._is_torchs = self.is_flat or type(optimizer).__module__.partition(".")[0] == "torch"
@@ -112,6 +112,12 @@ class OptimizerStep:
         """
         if LeftOverStep.KEY in self.pre_hooks:
             del self.pre_hooks[LeftOverStep.KEY]
+        if self._in_shards and not self._has_warned and not self._is_plain():
+            self._has_warned = True
+            warn_user(
+                f"hooks of {type(self._optimizer).__name__}, or a step that stands in for its own, see no gradients "
+                "with shard=...: each device has a part of them. If they change gradients, leave shard out"
+            )
         self._before = list(map(_version_of, self._replicas.own))
         buckets = self._gradients.buckets
         if self._ours is not None and buckets is not None:

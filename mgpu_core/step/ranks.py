@@ -134,7 +134,7 @@ class Ranks:
             modules = [of_rank[0] for of_rank in nodes]
             threads = self.workers is self.usual_workers and self.workers.way == "threads"
             are_apart = self.team.on_host or len(self.replicas.devices) == len(self.team)  # autograd has one per device
-            self.shards.begin(nodes, is_training=torch.is_grad_enabled(), go_together=threads and are_apart)
+            self.shards.begin(tree, nodes, is_training=torch.is_grad_enabled(), go_together=threads and are_apart)
             work = partial(_with_blocks, self.shards, work)
         loss = self.loss if with_loss else None
         loss_fns = loss.of_ranks(count) if isinstance(loss, RankModules) else [loss] * count

@@ -20,9 +20,11 @@ from mgpu_core.devices.tensor_checks import memory_of, moved_between
 from mgpu_core.devices.transfer import to_device
 from mgpu_core.optim.flat_buffers import FlatTensors, compact, holders, warn_of_holders
 from mgpu_core.ranks.team import Team
+from mgpu_core.step.rollback import uninterrupted
 from mgpu_core.support.null_context import NULL_CONTEXT
 from mgpu_core.trees.module_copy import give_attributes, leaf_like
 from mgpu_core.trees.module_tree import ModuleTree, check_initialised, named_parameters_of
+from mgpu_core.trees.weights import Rename, Weights
 
 __all__ = ["GradientHook", "Replicas", "refuse_hooks"]
 
@@ -242,7 +244,23 @@ class Replicas:
                 for rank in ranks:
                     self.parameters[rank][i].data = values
 
-    def full(self, device: torch.device | None) -> AbstractContextManager[object]:
+    @torch.no_grad()
+    def load(self, source: Any, rename: Rename | None) -> None:
+        """Give the user's module the values of files; the next step sends them to the other devices."""
+        files = Weights(self.net, source, rename)
+        with uninterrupted():
+            for tensor, value in files.values():
+                self._set(tensor, value)
+
+    def _set(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        tensor.copy_(value)
+
+    def full(
+        self,
+        device: torch.device | None,
+        *,
+        sets_all: bool = False,
+    ) -> AbstractContextManager[object]:
         """Let the user's module be whole inside, on this device, or on the first: here it always is."""
         return NULL_CONTEXT
 

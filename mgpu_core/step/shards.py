@@ -75,6 +75,7 @@ class Shards:
         cut: the parameters in shards; others, whose dtype no kernel updates, are whole on each device.
         leaves: the parameters of all ranks, in rows; the first has the user's.
         pace: of the ranks in their backwards.
+        unset: parameters that came without memory, and have no values yet.
         absent: by parameter the tensor without memory that the user's is a view of between steps.
 
     Raises:
@@ -88,7 +89,7 @@ class Shards:
         self.leaves: Sequence[Parameter] = tree.parameters
         self.cut = {i for i, param in enumerate(tree.parameters) if param.dtype in FLOATING}
         members, blocks = _units_of(tree, self.cut, limit_nbytes)
-        self._blocks = [(tree.indices[id(block)], unit) for unit, of in enumerate(blocks) for block in of.values()]
+        self._blocks = [(block, unit) for unit, of in enumerate(blocks) for block in of.values()]
         self._root = len(blocks) - 1
         trained, frozen = (
             _buckets_of(tree.parameters, members, len(self._devices), requires_grad) for requires_grad in (True, False)
@@ -114,7 +115,7 @@ class Shards:
         self._own = [tree.parameters[i] for i in self.absent]
         self._there = [self.view(i, self._devices[0]) for i in self.absent]
         self._cells = cells_of(self._there)
-        self._versions, self.pace = list[int](), Pace(0)
+        self._versions, self.pace, self.unset = list[int](), Pace(0), set[int]()
         self._names = [name for name, _ in named_parameters_of(tree.nodes[0].module)]
 
     def _memory_of(self, layout: Sequence[tuple[int, Bucket]], texts: Sequence[str]) -> list[CutTensors]:
@@ -126,6 +127,7 @@ class Shards:
         """Give a parameter another value, which lies on any device."""
         for flat in self._flats_of[i]:
             flat.put(i, value)
+        self.unset.discard(i)
 
     def view(self, i: int, device: torch.device) -> torch.Tensor:
         """Return a device's view of a parameter, which has memory at times."""
@@ -139,14 +141,22 @@ class Shards:
             of_device.bring(i, flat)
         return shaped(flat, 0, like)
 
-    def begin(self, modules: Sequence[Sequence[Module]], *, is_training: bool, go_together: bool) -> None:
+    def begin(
+        self, tree: ModuleTree, modules: Sequence[Sequence[Module]], *, is_training: bool, go_together: bool
+    ) -> None:
         """Let modules run; the root's parameters get memory.
 
         Args:
+            tree: the module as it is now.
             modules: per rank those of the tree's nodes.
             is_training: a backward follows.
             go_together: ranks that are ahead wait for the others, before their gradients pile up.
         """
+        if self.unset:
+            raise RuntimeError(
+                f"parameter {self._names[min(self.unset)]} came without memory, and has no values yet: call "
+                "step.load_weights(folder) or step.load_state_dict(state)"
+            )
         self.end()
         self.pace = Pace(len(modules) if go_together else 0)
         self._is_shown = True
@@ -156,8 +166,10 @@ class Shards:
         for rank, nodes in enumerate(modules):
             of_rank = self._ranks[rank]
             of_rank.begin(is_training)
-            for index, unit in self._blocks:
-                block = nodes[index]
+            for original, unit in self._blocks:
+                if id(original) not in tree.indices:  # the module has lost it
+                    continue
+                block = nodes[tree.indices[id(original)]]
                 call = block.__dict__.get(_CALL)
                 self._stand_ins.append((block, call))
                 block.__dict__[_CALL] = partial(_call, of_rank, unit, call or block._call_impl)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from inspect import signature
+from os import PathLike
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from torch.nn import Module
 from torch.optim import Optimizer
 
 from mgpu_core._core import ReentrancyGuard
@@ -125,7 +125,7 @@ class TrainStep:
 
     def __init__(
         self,
-        net: Module,
+        net: torch.nn.Module,
         loss_fn: Callable[..., Any] | None,
         optimizer: Optimizer,
         device_ids: Sequence[DeviceLike] | Sequence[Sequence[DeviceLike]] | None = None,
@@ -430,7 +430,7 @@ class TrainStep:
         self._communication.hook = hook
 
     @contextmanager
-    def full_parameters(self, device: DeviceLike | None = None) -> Iterator[Module]:
+    def full_parameters(self, device: DeviceLike | None = None) -> Iterator[torch.nn.Module]:
         """Have the module whole inside: to look at it, to save it, to change values, which count from then on.
 
         With ``shard="parameters"`` its parameters have no memory between steps; without it they are whole anyway, and
@@ -450,6 +450,22 @@ class TrainStep:
             yield self.module
         finally:
             context.__exit__(None, None, None)
+
+    def load_weights(self, source: str | PathLike[str], rename: Callable[[str], str | None] | None = None) -> None:
+        """Read parameters and buffers from files of safetensors; with ``shard="parameters"`` straight into the shards.
+
+        The module may have been made inside :func:`mgpu_core.parameters_on_meta`, so that it never is whole.
+
+        Args:
+            source: a file, or a folder of files, such as ``save_pretrained`` writes.
+            rename: as for :func:`mgpu_core.place`.
+
+        Raises:
+            FileNotFoundError, MissingExtra, ValueError: as for :func:`mgpu_core.place`, before anything is changed.
+        """
+        with self._guard:
+            self._standing.check()
+            self._ranks.replicas.load(source, rename)
 
     def sync_parameters(self) -> None:
         """Give all devices the values of ``net``: after writes through ``.data``, which torch does not count.

@@ -67,7 +67,7 @@ class Update:
     ) -> None:
         self.replicas, self._gradients, self._buffers = ranks.replicas, gradients, ranks.buffers
         self.loss_scale, self._processes = loss_scale, communication.processes
-        self.optimizer_step = OptimizerStep(optimizer, ranks.replicas, gradients, communication.shards > 1)
+        self.optimizer_step = OptimizerStep(optimizer, ranks.replicas, gradients, communication.are_parts)
         self._shared_rows = 1.0  # of the last update, in all processes
         self.steps = steps
         self.window = Window("mean", 1)

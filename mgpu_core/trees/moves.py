@@ -41,6 +41,8 @@ def give_memory(parameter: torch.Tensor, moved: torch.Tensor) -> None:
 
 def move_buffers(module: Module, device: torch.device) -> None:
     """Move the buffers of a module to a device, and leave its parameters where they are."""
-    for buffer in module.buffers():
+    for name, buffer in module.named_buffers():
+        if buffer.is_meta:
+            raise ValueError(f"buffer {name} has no memory: make the module inside mgpu_core.parameters_on_meta()")
         if buffer.device != device:
             give_memory(buffer, to_device(buffer.detach(), device))

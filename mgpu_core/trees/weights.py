@@ -161,6 +161,11 @@ class Weights:
             with self._opened(path) as file:  # anew: no pages of other tensors stay in memory
                 yield key, file, name
 
+    def values(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield each tensor of the module once, and its value in the files, on the host and in the tensor's dtype."""
+        for key, file, name in self.tensors():
+            yield self._tensors[key], file.get_tensor(name).to(self._tensors[key].dtype)
+
     def _places(self) -> Iterator[tuple[str, Path, str]]:
         """Yield each tensor once: its name in the module, its file, and its name there."""
         done: set[int] = set()

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from mgpu_core import Pipeline, TrainStep
+from mgpu_core import Pipeline, TrainStep, parameters_on_meta
 from mgpu_core.optim import SGD, Adam, AdamW, Lion
 from mgpu_core.trace import tracer
 
@@ -606,3 +606,28 @@ def test_a_recording_names_fills():
         step(*batch(1))
     names = {getattr(event, "step", None) for event in recorded.events}
     assert {"fill", "reduce_scatter"} <= names
+
+
+def test_weights_are_read_into_the_shards(tmp_path):
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    whole = Net().double()
+    save_file(
+        {name: tensor.cpu().contiguous() for name, tensor in whole.state_dict().items()}, tmp_path / "w.safetensors"
+    )
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    with parameters_on_meta():
+        net = Net(seed=1)
+    torch.set_default_dtype(before)
+    parameters = list(net.parameters())
+    step, other = step_of(net), step_of(Net().double().to("fake:0"), shard=None)
+    with pytest.raises(RuntimeError, match=r"first.weight came without memory.*step.load_weights"):
+        step(*batch(0))
+    step.load_weights(tmp_path)
+    assert all(now is then for now, then in zip(net.parameters(), parameters, strict=True))
+    train([step, other])
+    assert_same(step, other)
+    for each in (step, other):
+        each.load_weights(tmp_path / "w.safetensors")
+    train([step, other])
+    assert_same(step, other)

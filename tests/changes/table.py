@@ -22,7 +22,8 @@ from mgpu_core import optim
 
 IS_ONE_DEVICE = cpu(2)[0] == cpu(2)[1]
 PIPELINES = ("pipeline", "step over a pipeline") if IS_ONE_DEVICE else ()  # the changes make all on the first device
-WAYS = ("drop-in", "step", *PIPELINES)
+IN_SHARDS = "step in shards"
+WAYS = ("drop-in", "step", *PIPELINES, IN_SHARDS)
 STEPS = tuple(way for way in WAYS if "step" in way)
 
 
@@ -32,6 +33,7 @@ def momentum(parameters):
 
 ours = partial(optim.SGD, lr=0.05, momentum=0.9)
 adamw = partial(AdamW, lr=0.01)
+OURS = {momentum: ours, adamw: partial(optim.AdamW, lr=0.01)}
 
 
 @dataclass(frozen=True)

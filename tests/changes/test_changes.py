@@ -1,14 +1,27 @@
 """What is changed between two calls is followed: losses, parameters, gradients and state stay those of one device."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
-from changes.table import CHANGES, WAYS, Loss, net
+from changes.table import CHANGES, IN_SHARDS, OURS, WAYS, Loss, net
 from fakes.nets import cpu
 from step.nets import batches, same_state
 
 from mgpu_core import DataParallel, Pipeline, TrainStep
 
 STAGES = 3
+# Rows of torch's optimizers, which shards refuse, and of gradients that a step in shards does not show.
+NOT_IN_SHARDS = {
+    "exchanged groups", "scheduled, tensor", "parameters put elsewhere by their optimizer", "own entry beside, rmsprop",
+    "parameter gone", "layer behind the optimizer's back",
+}  # fmt: skip
+
+
+def rows():
+    for name, change in CHANGES.items():
+        refused = name in NOT_IN_SHARDS or name.startswith(("by hand", "step replaced"))
+        yield from ((name, way) for way in change.ways if way != IN_SHARDS or not refused)
 
 
 class Side:
@@ -16,7 +29,7 @@ class Side:
 
     def __init__(self, net, make):
         self.net, self.optimizer, self.loss_fn = net, make(net.parameters()), Loss()
-        self.run, self.rebuild = net, lambda: None
+        self.run, self.rebuild, self.whole = net, lambda: None, nullcontext
 
     def call(self, x, y):
         self.net.zero_grad()
@@ -32,8 +45,10 @@ class Side:
 
 class Ours(Side):
     def __init__(self, way, net, make, ranks, **settings):
-        super().__init__(net, make)
+        super().__init__(net, OURS.get(make, make) if way == IN_SHARDS else make)
         devices = cpu(ranks)
+        if way == IN_SHARDS:
+            settings = {"bucket_nbytes": 1, "shard": "parameters"}
         if way == "drop-in":
             self.run = DataParallel(net, devices)
         if "pipeline" in way:
@@ -42,34 +57,53 @@ class Ours(Side):
         if "step" in way:
             self.call = TrainStep(self.run, self.loss_fn, self.optimizer, devices, **settings)
             self.evaluate, self.rebuild = self.call.evaluate, self.call.rebuild
+            self.whole = self.call.full_parameters
 
 
 def close(one, other):
     return torch.allclose(one.cpu(), other.cpu(), rtol=0, atol=1e-12)
 
 
+def ours_beside_torchs(one, other):
+    """Compare the states of the parameters that the optimizers have still; counts are of other dtypes."""
+    kept = []
+    for optimizer in (one, other):
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        kept.append([optimizer.state.get(each, {}) for each in parameters])
+    pairs = [
+        (mine[key], value) for mine, state in zip(*kept, strict=True) for key, value in state.items() if key != "name"
+    ]
+    return all(close(*(torch.as_tensor(value).double() for value in pair)) for pair in pairs)
+
+
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler")
 @pytest.mark.parametrize(("at", "settings"), [(0, {}), (2, {"bucket_nbytes": 1})], ids=["first", "later"])
-@pytest.mark.parametrize(("name", "way"), [(name, way) for name in CHANGES for way in CHANGES[name].ways])
+@pytest.mark.parametrize(("name", "way"), [*rows()])
 def test_a_change_is_followed(name, way, at, settings, ranks):
     """Before the first call, and between two; in buckets that are summed at the end, and during the backward."""
     change = CHANGES[name]
     ours, alone = Ours(way, net(), change.make, ranks, **settings), Side(net(), change.make)
     for i, batch in enumerate(batches(at + 3, [9, 4, 9, 1, 9])):
         for side in (ours, alone):
-            if i == at:
-                change.do(side)
-            if i == at + 2:
-                change.back(side)
+            with side.whole():
+                if i == at:
+                    change.do(side)
+                if i == at + 2:
+                    change.back(side)
         assert close(ours.evaluate(*batch), alone.evaluate(*batch))
         assert close(ours.call(*batch), alone.call(*batch))
-        for (name, one), other in zip(ours.net.named_parameters(), alone.net.parameters(), strict=True):
-            assert close(one, other), name
-            assert (one.grad is None) == (other.grad is None), name
-            assert one.grad is None or close(one.grad, other.grad), name
-    assert same_state(ours, alone)
+        with ours.whole():
+            for (name, one), other in zip(ours.net.named_parameters(), alone.net.parameters(), strict=True):
+                assert close(one, other), name
+                assert way == IN_SHARDS or (one.grad is None) == (other.grad is None), name
+                assert one.grad is None or close(one.grad, other.grad), name
+    if way == IN_SHARDS:
+        assert ours_beside_torchs(ours.optimizer, alone.optimizer)
+    else:
+        assert same_state(ours, alone)
     assert "step" not in way or ours.call.steps == at + 3
-    change.check(ours)
+    with ours.whole():
+        change.check(ours)
 
 
 REGISTERS = {
@@ -97,3 +131,15 @@ def test_hooks_come_and_go(kind, way, begin, ranks):
         counts.append(len(calls))
     each = 1 if kind == "parameter" else ranks
     assert counts == [0] * begin + [each, each, 0]
+
+
+@pytest.mark.parametrize("in_context", [False, True])
+def test_a_step_by_hand_and_one_that_stands_in_are_told(in_context, ranks):
+    ours = Ours(IN_SHARDS, net(), CHANGES["by hand, ours"].make, ranks)
+    x, y = next(iter(batches(1, 8)))
+    ours.call(x, y)
+    with ours.whole() if in_context else nullcontext(), pytest.raises(RuntimeError, match=r"by hand.*step.close\(\)"):
+        ours.optimizer.step()
+    CHANGES["step replaced, momentum"].do(ours)
+    with pytest.warns(UserWarning, match="see no gradients with shard"):
+        ours.call(x, y)

@@ -36,8 +36,9 @@ class Pace:
 
     def went_on(self) -> None:
         """Let those who wait look again."""
-        with self._changed:
-            self._changed.notify_all()
+        if self._at_work:
+            with self._changed:
+                self._changed.notify_all()
 
     def end(self, rank: int) -> None:
         """Note that a rank is through, or has failed."""

@@ -62,7 +62,7 @@ class CutGradients(Reducer):
         if self.hooks is not None:
             self._late = frozenset(self.buckets.bucket_of[i] for i in self.hooks.indices if i in self.buckets.bucket_of)
         self._count, self._missing = ranks, [list(self._expected) for _ in range(ranks)]
-        self._is_open = True
+        self._is_open, self._in_turns = True, self._ranks.in_turns
 
     def _forget(self) -> None:
         self._taken, self._summed, self._used, self._late = {}, set(), set(), frozenset()
@@ -76,7 +76,8 @@ class CutGradients(Reducer):
         bucket = self.buckets.bucket_of.get(i)
         if bucket is None or not self._is_open or rank >= self._count:
             return
-        self._side.made_on_current(self._replicas.team.devices[rank])
+        if self._has_streams:
+            self._side.made_on_current(self._replicas.team.devices[rank])
         self._missing[rank][bucket] -= 1
         if self._missing[rank][bucket] or bucket in self._late:
             return
@@ -84,7 +85,7 @@ class CutGradients(Reducer):
         with self._lock:
             columns = self._taken.setdefault(bucket, {})
             columns[rank] = taken
-            is_complete = len(columns) == self._count or self._ranks.in_turns
+            is_complete = len(columns) == self._count or self._in_turns
             if is_complete:
                 del self._taken[bucket]
         if is_complete:
@@ -117,12 +118,14 @@ class CutGradients(Reducer):
         side = self._side.entered() if self._has_streams else NULL_CONTEXT
         with span("reduce_scatter", ALL_RANKS, None, bucket), side:
             self.buckets.add_to_parts(bucket, taken, is_first=bucket not in self._summed)
-            used_here([gradient for of_rank in taken for gradient in of_rank if gradient is not None])
+            if self._has_streams:
+                used_here([gradient for of_rank in taken for gradient in of_rank if gradient is not None])
         self._summed.add(bucket)
 
     def _end_call(self) -> None:
         """Add the gradients that ranks still have: of buckets that were not complete, or that came twice."""
-        for bucket in range(len(self.buckets.buckets)):
+        is_through = not self._taken and set(map(_grad_of, self._shards.leaves)) <= {None}
+        for bucket in () if is_through else range(len(self.buckets.buckets)):
             earlier = self._taken.pop(bucket, {})
             later: dict[int, list[torch.Tensor | None]] = {}
             for rank in self._replicas.team.ranks:

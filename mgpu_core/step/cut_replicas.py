@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 
 import torch
 from torch.nn import Module
@@ -20,6 +21,8 @@ from mgpu_core.trees.module_tree import ModuleTree
 from mgpu_core.trees.moves import give_memory
 
 __all__ = ["CutReplicas"]
+
+_kind_of = attrgetter("shape", "dtype")
 
 
 class CutReplicas(Replicas):
@@ -77,14 +80,14 @@ class CutReplicas(Replicas):
 
     def are_those_of(self, tree: ModuleTree) -> bool:
         """Return whether the module still has these parameters, and none of them was thawed."""
-        if list(map(id, tree.parameters)) != self._ids or not all(map(self._is_alike, range(len(self.own)))):
+        kinds, before = list(map(_kind_of, self.own)), [kind[:2] for kind in self._kinds]
+        if list(map(id, tree.parameters)) != self._ids or kinds != before:
             return False
         return not any(self.own[i].requires_grad for i in self._shards.frozen[0].value_views)
 
     def _is_alike(self, i: int) -> bool:
         """Return whether a parameter has the shape and dtype that it had; on which device does not matter."""
-        shape, dtype, _ = self._kinds[i]
-        return bool((self.own[i].shape, self.own[i].dtype) == (shape, dtype))
+        return bool(_kind_of(self.own[i]) == self._kinds[i][:2])
 
     @torch.no_grad()
     def _take_back(self, i: int) -> None:
@@ -131,6 +134,9 @@ class CutReplicas(Replicas):
             device: where; ``None``: on the first.
             sets_all: also parameters that have no values yet, which get some inside.
         """
+        if self._look(self._all) != self._memory:  # it is whole already
+            yield
+            return
         try:
             self._make_whole(device, sets_all=sets_all)
             yield

@@ -221,7 +221,6 @@ class GradBuckets:
         if self._communication.processes is not None:
             self._communication.processes.put(bucket)
 
-    @torch.no_grad()
     def add_to_parts(self, bucket: int, taken: Sequence[Sequence[torch.Tensor | None]], *, is_first: bool) -> None:
         """Add a bucket's gradients to the parts of the devices, on the current streams.
 

@@ -244,20 +244,20 @@ class _Buffer:
                 with NULL_CONTEXT if tracer.sink is None else span("fill", device=self._device):
                     self._fill()
             self._holders.add(holder)
-        if not ahead:
-            self._wait()
+        if self._copied is not None and not ahead:
+            self._wait(self._copied)
 
     def let_go(self, holder: int) -> None:
         """Free it, if nobody else holds it."""
         with self._lock:
             self._holders.discard(holder)
             if not self._holders:
-                self._wait()
+                if self._copied is not None:
+                    self._wait(self._copied)
                 self._free()
 
-    def _wait(self) -> None:
-        if self._copied is not None:
-            torch.accelerator.current_stream(self._device).wait_event(self._copied)
+    def _wait(self, copied: torch.Event) -> None:
+        torch.accelerator.current_stream(self._device).wait_event(copied)
 
     def _fill(self) -> None:
         try:
@@ -265,10 +265,10 @@ class _Buffer:
                 restore_memory(*absent)
             if self._is_gpu:
                 own_stream("copies", self._device.index).wait_stream(torch.accelerator.current_stream(self._device))
-            with copying_to(self._devices):
+            with copying_to(self._devices) if self._is_gpu else NULL_CONTEXT:
                 for parts, (whole, _) in zip(self._parts, self._wholes, strict=True):
                     dispatch.gather_into(parts, whole, 0)
-            self._copied = copied_so_far(self._device)
+            self._copied = copied_so_far(self._device) if self._is_gpu else None
         except BaseException:
             self._free()
             raise
@@ -349,9 +349,8 @@ class _BlocksOfRank:
 
     def _settle(self) -> None:
         """Hold the units that are needed, and no other."""
-        wanted = {*self._calls, *self._kept}
-        wanted.update(unit for unit in (self._begun, self._called) if unit is not None)
-        ahead = self._ahead
+        now = self._begun, self._called
+        wanted, ahead = {*self._calls, *self._kept, *[unit for unit in now if unit is not None]}, self._ahead
         for unit in self._held - wanted - {ahead}:
             self.buffers[unit].let_go(id(self))
         self._held &= {*wanted, ahead}

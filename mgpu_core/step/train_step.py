@@ -93,7 +93,10 @@ class TrainStep:
         error_if_nonfinite: raise ``FloatingPointError`` instead of updating by a NaN or infinite gradient; ``None``:
             where that needs no wait, on the CPU.
         shard: ``"optimizer"``: each device keeps the optimizer's state of its part of each bucket alone, and updates
-            that: an N-th of the memory, the same numbers.  For :mod:`mgpu_core.optim`; gradients are not shown then.
+            that: an N-th of the memory, the same numbers.  ``"parameters"``: so it does with values and gradients; a
+            block of the module has memory while it runs, forward and backward, and the rest during the call.  Between
+            calls the parameters of ``net`` are there inside :meth:`full_parameters` alone.  ``net`` may lie on the
+            CPU, or on meta (:meth:`load_weights`).  For :mod:`mgpu_core.optim`; gradients are not shown then.
 
     Args for the sums of gradients:
         bucket_nbytes: how many bytes of gradients are summed together.
@@ -304,6 +307,8 @@ class TrainStep:
             hint = "" if kwargs else way_to_pass(inputs)
             if isinstance(error, TypeError | AttributeError) and hint not in str(error):
                 error.add_note(hint)
+            if "for storage of size 0" in str(error) and self.shard == "parameters":
+                error.add_note("a parameter was used outside of the call of its block: call the block, block(x)")
             raise
 
     def _follow_module(self, *, updates: bool) -> None:

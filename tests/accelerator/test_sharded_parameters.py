@@ -324,6 +324,12 @@ def test_a_call_inside_full_parameters():
     assert_same(*steps)
     with pytest.raises(RuntimeError, match="no memory"):
         steps[0].module.first.weight.sum()
+    with steps[0].full_parameters() as net:
+        before = net.first.weight.clone()
+        with steps[0].full_parameters():
+            assert torch.equal(net.first.weight, before)
+        assert torch.equal(steps[0].state_dict()["module"]["first.weight"].cpu(), before.cpu())
+        assert torch.equal(net.first.weight, before)
 
 
 class Stop(Exception):

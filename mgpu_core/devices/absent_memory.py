@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["absent_like", "cells_of", "drop_memory", "restore_memory", "why_not_absent"]
+__all__ = ["absent_like", "cells_of", "drop_memory", "hide", "restore_memory", "show", "why_not_absent"]
 
 _set_text = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
 _clear_text = getattr(torch._C, "_clear_storage_data_ptr_access_error_msg", None)
@@ -71,6 +71,18 @@ def restore_memory(tensor: torch.Tensor, text: str) -> None:
     except BaseException:
         drop_memory(tensor, text)
         raise
+
+
+def hide(tensor: torch.Tensor, text: str) -> None:
+    """Let any access raise RuntimeError with this text, while the tensor keeps its memory."""
+    assert _set_text is not None
+    _set_text(tensor.untyped_storage()._cdata, text)
+
+
+def show(tensor: torch.Tensor) -> None:
+    """End that."""
+    assert _clear_text is not None
+    _clear_text(tensor.untyped_storage()._cdata)
 
 
 def cells_of(tensors: Sequence[torch.Tensor]) -> Any:

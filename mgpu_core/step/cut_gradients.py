@@ -57,6 +57,7 @@ class CutGradients(Reducer):
 
     def begin(self, ranks: int, *, overlap: bool, goes_on: bool) -> None:
         super().begin(ranks, overlap=False, goes_on=goes_on)
+        self.clear()  # also of a backward of the user's own between two calls of a window
         if not goes_on:
             self._forget()
         if self.hooks is not None:

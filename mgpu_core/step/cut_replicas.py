@@ -10,6 +10,7 @@ import torch
 from torch.nn import Module
 
 from mgpu_core.devices.absent_memory import cells_of
+from mgpu_core.devices.tensor_checks import moved_between
 from mgpu_core.devices.transfer import to_device
 from mgpu_core.optim.flat_buffers import warn_of_holders
 from mgpu_core.ranks.team import Team
@@ -117,6 +118,8 @@ class CutReplicas(Replicas):
 
     def release(self, *, on_host: bool = False) -> None:
         """Make the user's module whole for good, on the first device, or on the host."""
+        self._shards.end()
+        self.settle()
         self._make_whole(self.host if on_host else None)
         self._is_over = True
 
@@ -134,10 +137,13 @@ class CutReplicas(Replicas):
             device: where; ``None``: on the first.
             sets_all: also parameters that have no values yet, which get some inside.
         """
-        if self._look(self._all) != self._memory:  # it is whole already
+        absent = self._shards.absent
+        cells = cells_of([self.own[i] for i in absent]), cells_of([*absent.values()])
+        if len(moved_between(*cells)) == len(absent) > 0:  # it is whole already
             yield
             return
         try:
+            self.settle()
             self._make_whole(device, sets_all=sets_all)
             yield
         finally:

@@ -191,6 +191,7 @@ def _with_blocks(
     shards: Shards, work: Callable[..., Any], module: Module, loss_fn: Any, rank: int, part: RankPart
 ) -> Any:
     """Run the work of a rank, which lets go of its blocks in the end."""
+    shards.at_work(rank)
     try:
         return work(module, loss_fn, rank, part)
     finally:

@@ -23,6 +23,7 @@ Memory is allocated and freed on the compute stream, which waits for the copies,
 from __future__ import annotations
 
 import threading
+from _thread import get_ident
 from collections import Counter, deque
 from collections.abc import Callable, Container, Sequence
 from functools import partial
@@ -36,7 +37,7 @@ from torch.nn import Module, Parameter
 
 from mgpu_core.comm import dispatch
 from mgpu_core.devices import streams
-from mgpu_core.devices.absent_memory import cells_of, drop_memory, restore_memory, why_not_absent
+from mgpu_core.devices.absent_memory import cells_of, drop_memory, hide, restore_memory, show, why_not_absent
 from mgpu_core.devices.dtypes import FLOATING
 from mgpu_core.devices.streams import own_stream
 from mgpu_core.devices.tensor_checks import moved_between
@@ -158,7 +159,7 @@ class Shards:
                 "step.load_weights(folder) or step.load_state_dict(state)"
             )
         self.end()
-        self.pace = Pace(len(modules) if go_together else 0)
+        self.pace = Pace(len(modules) if go_together and not self.pace.was_in_vain else 0)
         self._is_shown = True
         deque(map(_set_data, self._own, self._there), maxlen=0)
         self._versions = list(map(_version_of, self.leaves))
@@ -175,6 +176,10 @@ class Shards:
                 block.__dict__[_CALL] = partial(_call, of_rank, unit, call or block._call_impl)
         for rank in range(len(modules)):
             self._ranks[rank].keep(self._root)
+
+    def at_work(self, rank: int) -> None:
+        """Note that a rank begins, in this thread."""
+        self._ranks[rank].thread = get_ident()
 
     def rest(self, rank: int) -> None:
         """Let go of the blocks of a rank that is through, but not of the root's."""
@@ -203,10 +208,11 @@ class Shards:
             of_rank.end()
         self._settle_copies()
         if self._is_shown:
-            self._is_shown, assigned = False, moved_between(cells_of(self._own), self._cells)  # `.data =` in a forward
+            assigned = moved_between(cells_of(self._own), self._cells)  # `.data =` in a forward
             for at, (parameter, absent) in enumerate(zip(self._own, self.absent.values(), strict=True)):
                 if at not in assigned:
                     parameter.data = absent
+            self._is_shown = False  # last: Ctrl-C may have come in between, and the end comes again
 
     def _settle_copies(self) -> None:
         """Order the copies after all work of the devices so far, and the other way round."""
@@ -244,6 +250,8 @@ class _Buffer:
                 with NULL_CONTEXT if tracer.sink is None else span("fill", device=self._device):
                     self._fill()
             self._holders.add(holder)
+            for whole in self._wholes if self._is_gpu else ():
+                hide(*whole) if ahead and len(self._holders) == 1 else show(whole[0])
         if self._copied is not None and not ahead:
             self._wait(self._copied)
 
@@ -286,10 +294,12 @@ class _BlocksOfRank:
 
     Attributes:
         buffers: of the device, by unit.
+        thread: in which the rank's forward runs, or has run; ``None``: it has not run yet.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.buffers: list[_Buffer] = []
+        self.thread: int | None = None
         self._looks_ahead = device.type == streams.GPU_TYPE
         self._orders: dict[bool, list[int]] = {}  # in which units were needed last: with a backward, and without
         self.begin(False)
@@ -356,12 +366,12 @@ class _BlocksOfRank:
         self._held &= {*wanted, ahead}
         self._ready &= wanted
         for unit in wanted - self._ready:
+            self._held.add(unit)  # before: one that Ctrl-C interrupts is let go of, too
             self.buffers[unit].hold(id(self), ahead=False)
-            self._held.add(unit)
             self._ready.add(unit)
         if ahead is not None and ahead not in self._held:
-            self.buffers[ahead].hold(id(self), ahead=True)
             self._held.add(ahead)
+            self.buffers[ahead].hold(id(self), ahead=True)
 
     def rest(self) -> None:
         """Let go of all blocks that are not kept until the pass ends; of one whose call has failed, too."""
@@ -379,6 +389,11 @@ def _call(of_rank: _BlocksOfRank, unit: int, call: Callable[..., Any], *args: An
     """Call a block, which has memory meanwhile, and again in its backward."""
     if peek_interpreter_stack() is not None:
         raise RuntimeError("a block inside a transform of torch.func cannot have its parameters in shards: shard=None")
+    if of_rank.thread not in (None, get_ident()) and _in_backward() == -1:
+        raise RuntimeError(
+            "a block of a rank is called in a thread of another one (by a loss that calls the net itself, say), which "
+            'shard="parameters" cannot have: use workers="caller"'
+        )
     inside, first = of_rank.enter(unit), _get_sequence_nr()
     try:
         output = call(*args, **kwargs)

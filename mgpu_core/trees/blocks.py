@@ -17,7 +17,8 @@ def blocks_of(net: Module) -> dict[str, Module]:
 
     They are the layers that ``_no_split_modules`` of transformers names.  Elsewhere they are the members of a
     ModuleList or Sequential of which several have parameters, the outermost first; one that has more than half of its
-    list's parameters, such as the body next to a head, is looked into.  A ScriptModule is no block.
+    list's parameters, such as the body next to a head, is looked into, and so is a container without a forward.  A
+    ScriptModule is no block.
     """
     listed: set[str] = set()
     for module in modules_of(net):
@@ -43,8 +44,11 @@ def _found_in(module: Module, listed: Collection[str]) -> Iterator[Module]:
         return
     most = sum(map(_count, members)) / 2
     for member in members:
-        inner = list(_found_in(member, listed)) if _count(member) > most else []
-        yield from inner if len(inner) > 1 else [member]
+        is_called = type(member).forward is not Module.forward
+        inner = list(_found_in(member, listed)) if _count(member) > most or not is_called else []
+        if is_called and len(inner) < 2:
+            inner = [member]
+        yield from inner
 
 
 def _children(module: Module) -> Iterable[Module]:

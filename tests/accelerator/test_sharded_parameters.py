@@ -2,6 +2,7 @@
 
 import copy
 import gc
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -637,3 +638,62 @@ def test_weights_are_read_into_the_shards(tmp_path):
         each.load_weights(tmp_path / "w.safetensors")
     train([step, other])
     assert_same(step, other)
+
+
+@pytest.mark.parametrize("end", ["close", "rebuild"])
+@pytest.mark.parametrize("inside", [False, True])
+def test_edits_count_at_the_end_of_a_step(end, inside):
+    steps = pair()
+    for step in steps:
+        with step.full_parameters() if inside else nullcontext(), torch.no_grad():
+            step.module.last.bias.data = torch.full_like(step.module.last.bias, 7)
+            getattr(step, end)()
+    for step in steps:
+        with nullcontext() if end == "close" else step.full_parameters():
+            assert step.module.last.bias.tolist() == [7, 7]
+
+
+def test_gradients_of_the_user_s_own_in_a_window_do_not_count():
+    steps = pair(accumulate=2)
+    for step in steps:
+        step(*batch(0))
+        with step.full_parameters() as net:
+            x, y = (tensor.to("fake:0") for tensor in batch(1))
+            mse(net(x), y).backward()
+        step(*batch(2))
+    assert_same(*steps)
+
+
+class Holders(nn.Module):
+    """Blocks in containers that are never called."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]) for _ in range(3))
+        self.stages = nn.ModuleList(nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Tanh()}) for _ in range(2))
+        self.last = nn.Linear(4, 2)
+
+    def forward(self, x):
+        for one, two in self.layers:
+            x = x + two(one(x))
+        for stage in self.stages:
+            x = stage["b"](stage["a"](x))
+        return self.last(x)
+
+
+def test_containers_that_are_never_called():
+    steps = pair(net=Holders)
+    train(steps)
+    assert_same(*steps)
+
+
+def test_a_loss_that_calls_the_net_itself_is_refused_in_threads():
+    net = Net().double().to("fake:0")
+    x = torch.ones(2, 4, dtype=torch.float64, device="fake:0")
+    step = step_of(
+        net, ["fake:0"] * 3, loss=lambda output, y: mse(output, y) + net(x).square().mean(), workers="threads"
+    )
+    with pytest.raises(RuntimeError, match="thread of another one"):
+        step(*batch(0))
+    train([step_of(Net().double().to("fake:0"), ["fake:0"] * 3)])

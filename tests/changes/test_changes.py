@@ -68,8 +68,11 @@ def ours_beside_torchs(one, other):
     """Compare the states of the parameters that the optimizers have still; counts are of other dtypes."""
     kept = []
     for optimizer in (one, other):
-        parameters = [each for group in optimizer.param_groups for each in group["params"]]
-        kept.append([optimizer.state.get(each, {}) for each in parameters])
+        parameters = {each for group in optimizer.param_groups for each in group["params"]}
+        for gone in [each for each in optimizer.state if each not in parameters]:
+            del optimizer.state[gone]  # whose states nobody uses
+        states = optimizer.state_dict()["state"]
+        kept.append([states.get(index, {}) for index in range(len(parameters))])
     pairs = [
         (mine[key], value) for mine, state in zip(*kept, strict=True) for key, value in state.items() if key != "name"
     ]

@@ -273,8 +273,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("allocated", [](int index) { return fake::allocated[index].load(); });
   module.def("most_allocated", [](int index) { return fake::most_allocated[index].load(); });
   module.def("forget_most_allocated", [] {
-    for (int index = 0; index < fake::kDevices; ++index)
-      fake::most_allocated[index] = fake::allocated[index].load();
+    for (int index = 0; index < fake::kDevices; ++index) fake::most_allocated[index] = fake::allocated[index].load();
   });
   module.def("current", [] { return int(fake::current); });
   module.def("make_current", [](int index) { fake::make_current(c10::DeviceIndex(index)); });

@@ -10,7 +10,7 @@ autograd has saved are valid again when it is filled.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 
 import torch
@@ -102,10 +102,6 @@ class CutTensors(FlatTensors):
     def parts_of_gradients(self, index: int, shards: int) -> list[torch.Tensor]:
         """Return the sums by which this device updates."""
         return self.gradient_parts
-
-    def adopt(self, parameters: Sequence[torch.Tensor], indices: Collection[int]) -> None:
-        """Make the views the ``data`` of these parameters; :meth:`put` takes their values before."""
-        self.show_to(parameters, indices)
 
     def put(self, i: int, value: torch.Tensor) -> None:
         """Copy this device's part of a parameter's value, which lies on any device."""

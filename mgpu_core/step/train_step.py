@@ -524,7 +524,7 @@ class TrainStep:
         """
         with self._guard:
             self._standing.check()
-            with self._ranks.replicas.full(self._ranks.replicas.host):
+            with self._ranks.replicas.full(self._ranks.replicas.host, sets_all=True):
                 load_state(state, self.module, self.optimizer)
             self._update.steps = int(state["steps"])
             self._loss_scale.load_state_dict(state["loss_scale"])

@@ -187,10 +187,12 @@ class SideStreams:
             yield
 
     def joins(self) -> None:
-        """Order the current stream of each GPU after the work on its side stream."""
-        for device, stream in self._summing.items():
-            if device.type == GPU_TYPE:
-                torch.accelerator.current_stream(device).wait_stream(stream)
+        """Order all streams of the ranks after the work on the side streams."""
+        for device, streams in self._computing.items():
+            side = self._summing[device]
+            for stream in streams:
+                if stream != side:
+                    stream.wait_stream(side)
 
 
 # Torch has 32 streams of each priority on a GPU and gives them out in turn: with the usual priority, ours would be the

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
-from operator import attrgetter
+from typing import TypeAlias
 
 import torch
 
@@ -26,16 +25,16 @@ from mgpu_core.devices.absent_memory import drop_memory, restore_memory
 from mgpu_core.devices.dtypes import has_gradients
 from mgpu_core.optim.bucket_layout import Bucket, bucket_layout, shard_of
 from mgpu_core.optim.flat_buffers import FlatTensors, padding_of, part_of
-from mgpu_core.step.grad_clip import Sums, norm_of
+from mgpu_core.step.grad_clip import Sums, is_finite, norm_of
 from mgpu_core.step.options import Options
 from mgpu_core.step.process_sums import ProcessSums
 from mgpu_core.step.replicas import Replicas
 from mgpu_core.step.shards import Shards
 from mgpu_core.trace import tracer
 
-__all__ = ["BackwardOrder", "CommHook", "Communication", "GradBuckets", "GradientBucket"]
+__all__ = ["BackwardOrder", "Columns", "CommHook", "Communication", "GradBuckets", "GradientBucket"]
 
-_grad_of = attrgetter("grad")
+Columns: TypeAlias = dict[int, list[torch.Tensor | None]]
 
 
 @dataclass(eq=False)
@@ -113,6 +112,9 @@ class GradBuckets:
     Attributes:
         is_empty: there was no backward yet.
         buckets: which parameters lie where.
+        numbers: of the buckets.
+        members: per bucket its parameters.
+        leaves: the same by bucket and rank, as Parameters.
         bucket_of: by parameter the number of its bucket.
         left_out: parameters that are not the step's yet, which a later update may have to adopt.
         sparse: parameters outside the buckets, whose gradients are sparse.
@@ -144,9 +146,11 @@ class GradBuckets:
             self.flats = [FlatTensors(self.buckets, parameters, device) for device in replicas.devices]
         else:
             self.buckets, self.flats, self.left_out, self.is_empty = cut.buckets, [*cut.flats], [], False
-        self._is_cut = cut is not None
-        self._members = [[each.parameter for each in bucket.segments] for bucket in self.buckets]
-        self.bucket_of = {i: number for number, members in enumerate(self._members) for i in members}
+        self._is_cut, self._are_absent = cut is not None, cut is not None and len(self.flats) > 1
+        self.members = [[each.parameter for each in bucket.segments] for bucket in self.buckets]
+        self.leaves = [[[row[i] for i in members] for row in replicas.parameters] for members in self.members]
+        self.numbers = set(range(len(self.buckets)))
+        self.bucket_of = {i: number for number, members in enumerate(self.members) for i in members}
         views = self.flats[0].gradient_views
         self.shown = [views.get(i) for i in range(len(parameters))]
         parts = [flat.parts_of_gradients(index, shards) for index, flat in enumerate(self.flats)]
@@ -157,17 +161,18 @@ class GradBuckets:
             [padding_of(each, flat.device) for each in of] for of, flat in zip(segments, self.flats, strict=True)
         ]
         self.sums = Sums(parts, padding, [each for of in parts[:shards] for each in of])
+        self._parts = [[of_device[bucket] for of_device in parts] for bucket in range(len(self.buckets))]
+        self._nothing: list[list[torch.Tensor | None]] = [[None] * len(members) for members in self.members]
         self.norm = norm_of(self.sums, may_be_sparse=bool(self.sparse))
-        self._rank_sums = [[self._sums_on(index, members) for index in range(len(parts))] for members in self._members]
+        self._rank_sums = [[self._sums_on(index, members) for index in range(len(parts))] for members in self.members]
         if processes is not None:
             messages = self.sums.every_sum if self._is_cut else self.flats[0].gradients
             processes.use(messages, communication.options.comm_dtype)
 
-    def _sums_on(self, index: int, members: Sequence[int]) -> tuple[RankSums, list[list[torch.nn.Parameter]]]:
-        """Return the sum of a bucket over one device's ranks, and the parameters of each rank."""
-        ranks, views = self._replicas.ranks_of[index], self.flats[index].gradient_views
-        rows = [[self._replicas.parameters[rank][i] for i in members] for rank in ranks]
-        return RankSums([views[i] for i in members], ranks, are_absent=self._is_cut and len(self.flats) > 1), rows
+    def _sums_on(self, index: int, members: Sequence[int]) -> RankSums:
+        """Return the sum of a bucket over one device's ranks."""
+        views = self.flats[index].gradient_views
+        return RankSums([views[i] for i in members], self._replicas.ranks_of[index], are_absent=self._are_absent)
 
     def take_values(self) -> None:
         """Make the flat values the memory of the parameters that the step updates; others get theirs back."""
@@ -187,69 +192,59 @@ class GradBuckets:
                 return self._replicas.names[i]
         return None
 
-    def members(self, bucket: int) -> list[int]:
-        """Return a bucket's parameters."""
-        return self._members[bucket]
-
-    def not_finite(self) -> str | None:
-        """Return the name of a parameter whose sum is NaN or infinite; waits for the devices."""
-        shards = len(self.sums.parts)
-        for index, parts in enumerate(self.sums.parts):
+    def not_finite(self) -> int | None:
+        """Return the first parameter whose sum is NaN or infinite; waits for the devices."""
+        shards = self._communication.shards
+        some = {i for i, gradient in self.sums.sparse.items() if not is_finite(gradient)}
+        for index, parts in enumerate(self.sums.parts[:shards]):
             for bucket, part in zip(self.buckets, parts, strict=True):
                 for segment in shard_of(bucket, index, shards).segments:
-                    if not bool(torch.isfinite(part[segment.begin : segment.begin + segment.count]).all()):
-                        return self._replicas.names[segment.parameter]
-        return None
+                    if not is_finite(part[segment.begin : segment.begin + segment.count]):
+                        some.add(segment.parameter)
+        return min(some, default=None)
 
     def names(self, bucket: int) -> list[str]:
         """Return the names of a bucket's parameters."""
-        return [self._replicas.names[i] for i in self._members[bucket]]
+        return [self._replicas.names[i] for i in self.members[bucket]]
 
     def _tell(self, bucket: int) -> None:
         """Emit the contents of the bucket."""
-        views = [self.flats[0].gradient_views[i] for i in self._members[bucket]]
+        views = [self.flats[0].gradient_views[i] for i in self.members[bucket]]
         trace_contents("all_reduce", bucket, list(zip(self.names(bucket), views, strict=True)))
 
-    def add_up(self, bucket: int) -> None:
-        """Sum a bucket over all ranks, on the current streams, and begin its sum over the processes."""
-        if tracer.recording is not None:
-            self._tell(bucket)
-        for sums, rows in self._rank_sums[bucket]:  # of one device each, on its current stream
-            sums.add_up(list(map(list, map(map, repeat(_grad_of), rows))))
-        if len(self.flats) > 1:
-            self._add_up_devices(bucket)
-        if self._communication.processes is not None:
-            self._communication.processes.put(bucket)
+    def add_up(self, bucket: int, columns: Columns, *, is_first: bool) -> None:
+        """Sum a bucket over all ranks, on the current streams, and begin its sum over the processes.
 
-    def add_to_parts(self, bucket: int, taken: Sequence[Sequence[torch.Tensor | None]], *, is_first: bool) -> None:
-        """Add a bucket's gradients to the parts of the devices, on the current streams.
-
-        The whole sum of each device has memory meanwhile.
+        Of parameters in shards each device keeps its part of the sum, and the whole one has memory meanwhile.
 
         Args:
             bucket: its number.
-            taken: per rank the gradients of the bucket's parameters.
-            is_first: the parts hold nothing of this window yet.
+            columns: by rank its gradients of the bucket's parameters; the others add nothing.
+            is_first: this is all; otherwise it is added to the sums.
         """
-        flats, parts = self.flats, [of_device[bucket] for of_device in self.sums.parts]  # one device: its part is all
+        if tracer.recording is not None and not self._is_cut:
+            self._tell(bucket)
+        parts, nothing = self._parts[bucket], self._nothing[bucket]
         before = [] if is_first else [part.clone() for part in parts]
-        wholes = [flat.gradients[bucket] for flat in flats] if len(flats) > 1 else []
-        text = f"the gradients of {self.names(bucket)[0]} have no memory now"
+        wholes = [flat.gradients[bucket] for flat in self.flats] if self._are_absent else []
+        text = f"the gradients of {self.names(bucket)[0]} have no memory now" if wholes else ""
         try:
             for whole in wholes:
                 restore_memory(whole, text)
-            for (sums, _), ranks in zip(self._rank_sums[bucket], self._replicas.ranks_of, strict=True):
-                sums.add_up([taken[rank] for rank in ranks])
-            if wholes:
-                self._add_up_devices(bucket, parts)
+            for sums, ranks in zip(self._rank_sums[bucket], self._replicas.ranks_of, strict=True):
+                sums.add_up([column or nothing for column in map(columns.get, ranks)])  # on the device's current stream
+            if len(self.flats) > 1:
+                self._add_up_devices(bucket, parts if wholes else ())
         finally:
             for whole in wholes:
                 drop_memory(whole, text)
-        for part, padding in zip(parts, (of_device[bucket] for of_device in self.sums.padding), strict=True):
-            if wholes and padding.numel():  # new memory is not zero
-                part.index_fill_(0, padding, 0)
+        for part, of_device in zip(parts, self.sums.padding, strict=True) if wholes else ():
+            if of_device[bucket].numel():  # new memory is not zero
+                part.index_fill_(0, of_device[bucket], 0)
         for part, earlier in zip(parts, before, strict=False):
             part.add_(earlier)
+        if self._communication.processes is not None and not self._is_cut:
+            self._communication.processes.put(bucket)
 
     def _add_up_devices(self, bucket: int, parts: Sequence[torch.Tensor] = ()) -> None:
         """Sum a bucket over the devices, each of which holds the sum over its ranks: all of it, or each its part.

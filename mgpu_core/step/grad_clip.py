@@ -7,24 +7,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import call
+from typing import NoReturn
 
 import torch
 
 from mgpu_core import kernels
 from mgpu_core.devices.dtypes import FLOATING
 from mgpu_core.devices.transfer import to_device
-from mgpu_core.step.replicas import Replicas
 
 __all__ = [
     "GradientNorm",
     "Sums",
     "are_finite",
-    "check_finite",
     "clip",
     "factor_of",
+    "is_finite",
     "multiply",
     "norm_of",
     "overflow_of",
+    "refuse",
     "warm_up",
 ]
 
@@ -170,36 +171,32 @@ _NOTHING = (
 )
 
 
-def check_finite(sums: Sums, replicas: Replicas, processes: int, summed: str | None) -> None:
-    """Raise if a summed gradient is NaN or infinite; waits for the device.
+def refuse(name: str, losses: Sequence[torch.Tensor], devices: Sequence[torch.device], processes: int) -> NoReturn:
+    """Raise, for a summed gradient that is NaN or infinite; waits for the devices.
 
     Args:
-        sums: of all ranks and processes, whose norm is not finite.
-        replicas: the ranks, whose own gradients say which parameter it is.
+        name: of the parameter.
+        losses: per rank, of the last call; one that is not finite says where it comes from.
+        devices: per rank of the team.
         processes: how many have added theirs.
-        summed: the name of a parameter whose sum is not finite, where ranks do not have their own any more.
 
     Raises:
-        FloatingPointError: names the rank and the parameter.
+        FloatingPointError: names the parameter, and the rank as far as it is known.
     """
-    if are_finite(sums):
-        return
-    if summed is not None:
-        raise FloatingPointError(f"the gradient of {summed} is not finite; {_NOTHING}")
-    for i, name in enumerate(replicas.names):
-        for rank in replicas.team.ranks:
-            gradient = replicas.parameters[rank][i].grad
-            if gradient is not None and not bool(torch.isfinite(_values(gradient)).all()):
-                raise FloatingPointError(
-                    f"the gradient of {name} is not finite on rank {rank} (device {replicas.team.devices[rank]}); "
-                    f"{_NOTHING}"
-                )
-    if processes > 1:
-        raise FloatingPointError(
-            f"all gradients are finite in this process, but their sum over {processes} processes is not; nothing was "
-            "updated"
-        )
-    raise FloatingPointError("the ranks' gradients are finite, but their sum is not; nothing was updated")
+    guilty = [rank for rank, loss in enumerate(losses) if not bool(torch.isfinite(loss).all())]
+    if guilty or len(devices) == processes == 1:
+        rank = guilty[0] if guilty else 0
+        where = f" on rank {rank} (device {devices[rank]})"
+    elif processes > 1:
+        where = f" after the sum over {processes} processes, though the losses of this one are"
+    else:
+        where = ", though the losses of all ranks are"
+    raise FloatingPointError(f"the gradient of {name} is not finite{where}; {_NOTHING}")
+
+
+def is_finite(gradient: torch.Tensor) -> bool:
+    """Return whether no element is NaN or infinite; waits for the device."""
+    return bool(torch.isfinite(_values(gradient)).all())
 
 
 def _values(gradient: torch.Tensor) -> torch.Tensor:

@@ -1,21 +1,26 @@
 """Gradient sync: each bucket is summed over the ranks as soon as all of them have its gradients.
 
-Autograd makes fresh gradients for every rank, which stay where they are: nothing is zeroed, and nothing accumulates in
-a flat buffer.  A hook per parameter and rank counts them.  The last rank to complete a bucket sums it, in the thread
-that runs its backward, while the others go on; no rank waits for another::
+Autograd makes fresh gradients for every rank: nothing is zeroed, and nothing accumulates in a flat buffer.  A hook per
+parameter and rank counts them.  A rank that has all of a bucket takes them away from its parameters.  The last rank
+to complete a bucket sums it, in the thread that runs its backward, while the others go on; no rank waits for another::
 
-    rank 0's backward   g3 ─ g2 ───────── g1 ─ g0
-    rank 1's backward   g3 ────── g2 ── [sum 1: g3 g2] ── g1 ── g0 ── [sum 0: g1 g0]
-    the caller          waits for both ...........................................  finish(): the rest, update
+    rank 0's backward   g3 ─ g2 [takes] ─────────────── g1 ─ g0 [takes]
+    rank 1's backward   g3 ────── g2 [takes; sum of g3 g2] ── g1 ── g0 [takes; sum of g1 g0]
+    the caller          waits for both .....................................................  finish(): the rest, update
 
-On a GPU a sum runs on a side stream, which waits for the streams that the gradients were made on; the stream of the
-update waits for it in :meth:`Reducer.finish`.
+A gradient that comes after its rank's were taken, of a checkpoint that makes them twice, say, is added in the end.
+
+On a GPU a sum runs on a side stream, which waits for the streams that the gradients were made on.  Before the next sum
+is launched, and in :meth:`Reducer.finish`, these streams wait for it, and its gradients are let go: with one bucket at
+work and one in transit, a rank has no more of its own.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from itertools import repeat
@@ -31,8 +36,8 @@ from mgpu_core.devices.streams import SideStreams, caller_streams
 from mgpu_core.devices.tensor_checks import LiesLike
 from mgpu_core.kernels import FlatNorm
 from mgpu_core.optim.flat_buffers import in_memory_order
-from mgpu_core.step.grad_buckets import BackwardOrder, Communication, GradBuckets
-from mgpu_core.step.grad_clip import GradientNorm, Sums
+from mgpu_core.step.grad_buckets import BackwardOrder, Columns, Communication, GradBuckets
+from mgpu_core.step.grad_clip import GradientNorm, Sums, is_finite
 from mgpu_core.step.param_hooks import ParameterHooks
 from mgpu_core.step.replicas import GradientHook, Replicas
 from mgpu_core.step.rollback import uninterrupted
@@ -40,13 +45,14 @@ from mgpu_core.step.shards import Shards
 from mgpu_core.support.null_context import NULL_CONTEXT
 from mgpu_core.trace import tracer
 from mgpu_core.trace.events import ALL_RANKS
-from mgpu_core.trace.tracer import current_step, in_step, is_tracing, mark, span
+from mgpu_core.trace.tracer import current_step, in_step, mark, span
 
-__all__ = ["Gradients", "ReadyCounter", "Reducer"]
+__all__ = ["Gradients", "OwnGradients", "Reducer"]
 
 Weight: TypeAlias = float | torch.Tensor
 Updated: TypeAlias = Callable[[], Collection[int]]
 
+_set_grad = torch.Tensor.grad.__set__  # type: ignore[union-attr]
 _grad_of, _hooks_of = attrgetter("grad"), attrgetter("_backward_hooks")
 
 
@@ -78,9 +84,9 @@ class Gradients:
         """Return the Euclidean norm of all sums together, a scalar on the first device."""
         raise NotImplementedError
 
-    def not_finite(self) -> str | None:
-        """Return the name of a parameter whose sum is NaN or infinite, if ranks have no gradients any more."""
-        return None
+    def not_finite(self) -> int | None:
+        """Return the first parameter whose sum is NaN or infinite; waits for the devices."""
+        raise NotImplementedError
 
     def begin(self, ranks: int, *, overlap: bool, goes_on: bool) -> None:
         """Begin a backward of so many ranks.
@@ -182,6 +188,10 @@ class OwnGradients(Gradients):
         padding = [torch.empty(0, dtype=torch.int64)] * len(dense)
         return Sums([dense], [padding], dense, {i: each for i, each in grads.items() if _is_sparse(each)})
 
+    def not_finite(self) -> int | None:
+        grads = enumerate(map(_grad_of, self._replicas.own))
+        return next((i for i, grad in grads if grad is not None and not is_finite(grad)), None)
+
     def norm(self) -> torch.Tensor:
         grads = list(map(_grad_of, self._replicas.own))
         if self._like is None or NoneType in set(map(type, grads)) or not self._like.holds_for(grads):
@@ -192,57 +202,6 @@ class OwnGradients(Gradients):
             values = [in_memory_order(each.detach(), each) for each in self._replicas.own]
             self._norm = FlatNorm(values, keeps=False)  # the values may move
         return self._norm.compute(grads)
-
-
-class ReadyCounter:
-    """Count, in one backward, which gradients of each bucket are ready.
-
-    Each rank counts for itself; only complete buckets are counted together, under the lock.
-
-    Args:
-        expected: per bucket the gradients that each rank makes; empty: nothing is counted.
-        ranks: that run a backward.
-        buckets: how many there are.
-    """
-
-    def __init__(self, expected: Sequence[int], ranks: int, buckets: int) -> None:
-        self._missing = [list(expected) for _ in range(ranks)] if expected else []
-        self._ranks_missing = [ranks] * len(expected)
-        self._summed: set[int] = set()
-        self._buckets = buckets
-        self._lock = threading.Lock()
-
-    def is_complete(self, rank: int, bucket: int) -> bool:
-        """Count a gradient; return whether all ranks have all gradients of its bucket now."""
-        if not self._ranks_missing:
-            return False
-        missing = self._missing[rank]
-        missing[bucket] -= 1
-        if missing[bucket] > 0:
-            return False
-        with self._lock:
-            if missing[bucket] < 0:  # one more than there are: a checkpoint came twice, and the sum was too early
-                self._summed.discard(bucket)
-                self._ranks_missing[bucket] = -1
-                return False
-            self._ranks_missing[bucket] -= 1
-            if self._ranks_missing[bucket] != 0:
-                return False
-            self._summed.add(bucket)
-            return True
-
-    def has_all_of(self, rank: int, bucket: int) -> bool:
-        """Return whether the rank has counted all its gradients of the bucket."""
-        return bool(self._ranks_missing) and self._missing[rank][bucket] == 0
-
-    def left(self) -> list[int]:
-        """Return the buckets that are not summed yet, or were summed too early."""
-        if not self._summed:
-            return list(range(self._buckets))
-        return [bucket for bucket in range(self._buckets) if bucket not in self._summed]
-
-
-_NO_COUNTER = ReadyCounter((), 0, 0)  # between two backwards
 
 
 class Reducer(Gradients):
@@ -260,6 +219,7 @@ class Reducer(Gradients):
     """
 
     buckets: GradBuckets
+    _collective = "all_reduce"  # what a recording calls the sums
     _fewest = 2  # buckets, for which gradients are counted: a single one is summed when backward is over
 
     def __init__(self, replicas: Replicas, communication: Communication, cut: Shards | None = None) -> None:
@@ -272,7 +232,15 @@ class Reducer(Gradients):
         self.handles: dict[tuple[int, int], torch.utils.hooks.RemovableHandle] = {}
         # A function over handles alone: what it holds, lives as long as the process.
         self._remove_hooks = weakref.finalize(self, _remove_all, self.handles)
-        self._counter = _NO_COUNTER
+        self._lock = threading.Lock()
+        self._missing: list[list[float]] = []  # per rank and bucket the gradients to come, of a backward that counts
+        self._enough = 0  # ranks whose gradients a sum takes
+        self._taken: dict[int, Columns] = {}  # by bucket, until the sum
+        self._read: list[Columns] = []  # by sums on side streams
+        self._summed: set[int] = set()
+        self._used: set[int] = set()  # parameters of which a rank had a gradient
+        self._leaves = [parameter for row in replicas.parameters for parameter in row]
+        self._numbers = range(len(replicas.own))
         self._side = SideStreams(replicas.devices)
         self._has_streams = any(device.type != "cpu" for device in replicas.devices)
         self.register_hooks()
@@ -284,10 +252,12 @@ class Reducer(Gradients):
     def norm(self) -> torch.Tensor:
         return self.buckets.norm.compute()
 
+    def not_finite(self) -> int | None:
+        return self.buckets.not_finite()
+
     def register_hooks(self) -> None:
         buckets = self.buckets.buckets
         parameters = self._replicas.own
-        self._uncounted = ReadyCounter((), 0, len(buckets))  # of a backward whose buckets are summed after it
         self._expected = [sum(parameters[each.parameter].requires_grad for each in of.segments) for of in buckets]
         if not self.buckets.is_empty and len(buckets) < self._fewest:
             _remove_all(self.handles)
@@ -301,18 +271,20 @@ class Reducer(Gradients):
 
     def begin(self, ranks: int, *, overlap: bool, goes_on: bool) -> None:
         super().begin(ranks, overlap=overlap, goes_on=goes_on)
-        self._counter = self._uncounted
+        if not goes_on:
+            self._summed, self._used = set(), set()
         if self._has_streams:
             devices = self._replicas.team.devices
             self._side.starts(devices, caller_streams(devices))
         self._is_learning = True
         if self.handles:
             if overlap:
-                expected = self._expected
+                expected: list[float] = [*self._expected]
+                self._enough = ranks
                 if self.hooks is not None:  # their buckets are not complete before the hooks are called
                     late = {self.buckets.bucket_of.get(i) for i in self.hooks.indices}
-                    expected = [count + (bucket in late) for bucket, count in enumerate(expected)]
-                self._counter = ReadyCounter(expected, ranks, len(expected))
+                    expected = [math.inf if bucket in late else count for bucket, count in enumerate(expected)]
+                self._missing = [list(expected) for _ in range(ranks)]
             self._whole_step = current_step()  # autograd has threads of its own, which do not know it
 
     def cancel(self) -> None:
@@ -322,8 +294,7 @@ class Reducer(Gradients):
 
     def _rest(self) -> None:
         """Ignore the backwards between two steps: they are the user's own."""
-        self._is_learning = False
-        self._counter = _NO_COUNTER
+        self._is_learning, self._missing = False, []
 
     def set_aside(self) -> None:
         """Keep the gradients between two calls of a window, where the user and ``zero_grad`` do not see them."""
@@ -332,7 +303,8 @@ class Reducer(Gradients):
 
     def abandon(self) -> None:
         """Drop all gradients after a failure, when no side stream reads them any more."""
-        self._side.joins()
+        self._let_go()
+        self._taken = {}
         super().abandon()
 
     def close(self) -> None:
@@ -349,16 +321,37 @@ class Reducer(Gradients):
         bucket = self.buckets.bucket_of.get(i)
         if bucket is None:
             return
-        device = self._replicas.team.devices[rank]
-        self._side.made_on_current(device)
-        is_complete = self._counter.is_complete(rank, bucket)
-        is_told = is_tracing() and self._counter.has_all_of(rank, bucket)
-        if is_told or is_complete:
-            with in_step(self._whole_step):
-                if is_told:
-                    mark("ready", rank, device, bucket)
-                if is_complete:
-                    self._sum(bucket)
+        self._side.made_on_current(self._replicas.team.devices[rank])
+        if rank < len(self._missing):
+            missing = self._missing[rank]
+            missing[bucket] -= 1
+            if not missing[bucket]:
+                with in_step(self._whole_step):
+                    self._complete(rank, bucket)
+
+    def _complete(self, rank: int, bucket: int) -> None:
+        """Take a rank's gradients of a bucket, and sum those of all ranks if it is the last one."""
+        mark("ready", rank, self._replicas.team.devices[rank], bucket)
+        gradients = self._take(rank, bucket)
+        with self._lock:
+            columns = self._taken.setdefault(bucket, {})
+            columns[rank] = gradients
+            is_last = len(columns) == self._enough
+            if is_last:
+                del self._taken[bucket]
+        if is_last:
+            self._sum(bucket, columns)
+
+    def _take(self, rank: int, bucket: int) -> list[torch.Tensor | None]:
+        """Take a rank's gradients of a bucket away from its parameters."""
+        members, leaves = self.buckets.members[bucket], self.buckets.leaves[bucket][rank]
+        gradients: list[torch.Tensor | None] = list(map(_grad_of, leaves))
+        if NoneType in set(map(type, gradients)):
+            self._used |= {i for i, gradient in zip(members, gradients, strict=True) if gradient is not None}
+        else:
+            self._used |= set(members)
+        deque(map(_set_grad, leaves, repeat(None)), maxlen=0)
+        return gradients
 
     def finish(self, weight: Weight, updated: Updated) -> tuple[list[bool], Weight]:
         self._replicas.settle()  # a forward may have assigned `parameter.data`
@@ -371,24 +364,33 @@ class Reducer(Gradients):
             self.buckets.spread()
         return used, weight
 
+    def used(self) -> list[bool]:
+        """Return per parameter whether any rank had a gradient of it, after the sums."""
+        return list(map(self._used.__contains__, self._numbers))
+
     def sum_the_rest(self) -> None:
-        """Sum the buckets that are not summed yet."""
-        buckets, processes = self.buckets, self.communication.processes
-        for bucket in self._counter.left():
-            if processes is not None and processes.has_begun(bucket):
-                names = ", ".join(buckets.names(bucket))
-                raise RuntimeError(
-                    f"gradients of {names} came when their sum over the processes had begun: a "
-                    "reentrant torch.utils.checkpoint makes them twice; use_reentrant=False does not"
-                )
-            self._sum(bucket)
+        """Sum the buckets that are not summed yet, and add gradients that came again, or later than counted."""
+        buckets, ranks = self.buckets, self._replicas.team.ranks
+        is_through = self._summed == buckets.numbers and set(map(type, map(_grad_of, self._leaves))) <= {NoneType}
+        taken, self._taken = self._taken, {}
+        for bucket in () if is_through else sorted(buckets.numbers):
+            columns, again = taken[bucket] if bucket in taken else Columns(), Columns()
+            for rank in ranks:
+                gradients = self._take(rank, bucket)
+                if set(map(type, gradients)) != {NoneType}:
+                    (again if rank in columns else columns)[rank] = gradients
+            if columns or bucket not in self._summed:
+                self._sum(bucket, columns)
+            if again:
+                self._sum(bucket, again)
         if buckets.sparse:
-            used = self.used()
+            used = super().used()
             with span("reduce"):
                 buckets.sums.sparse = {i: self._sum_sparse(i) for i in buckets.sparse if used[i]}
+            self._used.update(buckets.sums.sparse)
         if self._has_streams:
-            self._side.joins()
-        self._is_learning, self._counter = False, _NO_COUNTER
+            self._let_go()
+        self._is_learning, self._missing = False, []
 
     def show(self, used: Sequence[bool]) -> None:
         if self.communication.shards > 1:  # no device has a whole one
@@ -414,7 +416,6 @@ class Reducer(Gradients):
             self.buckets.take_values()
             self.register_hooks()
             self._is_learning = False
-            self._counter = self._uncounted  # all of its buckets are to be summed
 
     def _learnt(self, updated: Collection[int]) -> BackwardOrder:
         """Return the order that the first backward has shown; the optimizer has the parameters ``updated``.
@@ -425,7 +426,7 @@ class Reducer(Gradients):
         rows = self._replicas.parameters
         sparse = [i for i in range(len(rows[0])) if any(_is_sparse(row[i].grad) for row in rows)]
         known = updated if self.communication.processes is not None else ()
-        used = self.used()
+        used = super().used()
         wanted = [i for i, each in enumerate(self._replicas.own) if each.requires_grad or used[i] or i in known]
         return BackwardOrder(list(dict.fromkeys(self._ready)), sparse, wanted, updated)
 
@@ -434,13 +435,36 @@ class Reducer(Gradients):
         self.register_hooks()
         self._rest()
 
-    def _sum(self, bucket: int) -> None:
-        """Sum a bucket over the ranks of each device, then over the devices; on GPUs on their side streams."""
+    def _sum(self, bucket: int, columns: Columns) -> None:
+        """Sum a bucket over the ranks of each device, then over the devices; on GPUs on their side streams.
+
+        Args:
+            bucket: its number.
+            columns: by rank its gradients of the bucket's parameters.
+        """
+        is_first, processes = bucket not in self._summed, self.communication.processes
+        if not is_first and processes is not None and processes.has_begun(bucket):
+            raise RuntimeError(
+                f"gradients of {', '.join(self.buckets.names(bucket))} came when their sum over the processes had "
+                "begun: a reentrant torch.utils.checkpoint makes them twice; use_reentrant=False does not"
+            )
+        self._summed |= {bucket}
         if not self._has_streams and tracer.sink is None:
-            self.buckets.add_up(bucket)
+            self.buckets.add_up(bucket, columns, is_first=is_first)
             return
-        with span("all_reduce", ALL_RANKS, None, bucket), self._side.entered() if self._has_streams else NULL_CONTEXT:
-            self.buckets.add_up(bucket)
+        self._let_go()
+        side = self._side.entered() if self._has_streams else NULL_CONTEXT
+        with span(self._collective, ALL_RANKS, None, bucket), side:
+            self.buckets.add_up(bucket, columns, is_first=is_first)
+        with self._lock:
+            self._read.append(columns)
+
+    def _let_go(self) -> None:
+        """Let go of gradients that sums have read; who computes on their memory next waits for these sums."""
+        with self._lock:
+            read, self._read = self._read, []
+        self._side.joins()
+        read.clear()
 
     def _sum_sparse(self, i: int) -> torch.Tensor:
         parts = [row[i].grad for row in self._replicas.parameters]

@@ -300,7 +300,7 @@ class TrainStep:
             if collects:
                 gradients.set_aside()
             else:
-                update.commit(options)
+                update.commit(options, losses)
             return loss, outputs, numbers
         except BaseException as error:
             self._standing.give_up(self._ranks, self._gradients, self._update)

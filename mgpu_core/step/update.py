@@ -10,7 +10,7 @@ restored when the window is abandoned.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import compress
 from operator import attrgetter
 
@@ -19,8 +19,9 @@ from torch.optim import Optimizer
 
 from mgpu_core.devices.memory import note_written
 from mgpu_core.step.grad_buckets import Communication
-from mgpu_core.step.grad_clip import are_finite, check_finite, clip, factor_of, multiply
+from mgpu_core.step.grad_clip import are_finite, clip, factor_of, multiply, refuse
 from mgpu_core.step.grad_scaler import LossScale
+from mgpu_core.step.losses import RankLoss
 from mgpu_core.step.optimizer_step import LeftOverStep, OptimizerStep
 from mgpu_core.step.options import Options
 from mgpu_core.step.ranks import Ranks
@@ -132,8 +133,12 @@ class Update:
         self._buffers.restore()
         self.close()
 
-    def commit(self, options: Options) -> None:
+    def commit(self, options: Options, losses: Sequence[RankLoss] = ()) -> None:
         """Make the update by the gradients of the window's calls; Ctrl-C waits while it does.
+
+        Args:
+            options: of now.
+            losses: of the last call; an error says whose are not finite.
 
         Raises:
             FloatingPointError: a gradient is not finite; nothing has changed.
@@ -142,7 +147,7 @@ class Update:
         if self._processes is not None:
             self._shared_rows = float(weight) or self._shared_rows
         with uninterrupted():
-            factor = self._factor(weight, options)
+            factor = self._factor(weight, options, losses)
             if factor is None:
                 self._skip()
                 return
@@ -156,7 +161,9 @@ class Update:
                 self._failed(used, error)
                 raise
 
-    def _factor(self, weight: float | torch.Tensor, options: Options) -> float | torch.Tensor | None:
+    def _factor(
+        self, weight: float | torch.Tensor, options: Options, losses: Sequence[RankLoss]
+    ) -> float | torch.Tensor | None:
         """Return the update's factor for the sums of all calls, of this weight; ``None``: they overflow.
 
         Torch's optimizers take gradients as they are: for them the sums themselves are multiplied.
@@ -172,8 +179,11 @@ class Update:
         if error_if_nonfinite or clip_norm is not None:
             norm = self._norm(options)
             if error_if_nonfinite and not math.isfinite(float(norm)):
-                count = 1 if self._processes is None else self._processes.count
-                check_finite(gradients.sums, self.replicas, count, gradients.not_finite())
+                i = gradients.not_finite()
+                if i is not None:
+                    count = 1 if self._processes is None else self._processes.count
+                    values = [loss.value for loss in losses]
+                    refuse(self.replicas.names[i], values, self.replicas.team.devices, count)
             if clip_norm is not None and is_flat:
                 factor = factor_of(factor, norm, clip_norm)
             elif clip_norm is not None:

@@ -157,7 +157,7 @@ def test_a_sum_that_fails_fails_the_step(ranks, monkeypatch):
     step(x, 2, y)
     before = state_of(step)
 
-    def fail(*_):
+    def fail(*_, **__):
         raise Boom("in a bucket")
 
     with monkeypatch.context() as patch:

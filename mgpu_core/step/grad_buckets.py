@@ -78,7 +78,13 @@ class Communication:
 
     def __post_init__(self) -> None:
         self.shards = len(set(self.options.team.devices)) if self.options.shard else 1
-        self.are_parts = self.shards > 1 or self.options.shard == "parameters"
+        is_cut = self.options.shard == "parameters"
+        self.are_parts = self.shards > 1 or is_cut
+        if is_cut and self.shards > 1 and self.processes is not None and self.processes.backend != "gloo":
+            raise ValueError(
+                f'shard="parameters" over {self.shards} devices of a process sums over the processes on each of them, '
+                f"for which {self.processes.backend} wants a process per device: use a group of gloo, or one device"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,7 @@ class ProcessSums:
 
     Attributes:
         count: how many processes there are.
+        backend: of the group.
         broken: why no further sum can be made; ``None``: it can.
 
     Raises:
@@ -59,7 +60,8 @@ class ProcessSums:
         self.broken: str | None = None
         self._group, self._is_first = group, distributed.get_rank(group) == 0
         self._first = distributed.get_global_rank(group, 0)
-        self._device = torch.device("cpu") if distributed.get_backend(group) == "gloo" else device
+        self.backend = distributed.get_backend(group)
+        self._device = torch.device("cpu") if self.backend == "gloo" else device
         self._lock = threading.Lock()
         self._messages: Sequence[torch.Tensor] = ()
         self._dtype: torch.dtype | None = None

@@ -171,6 +171,11 @@ class Ranks:
         if self.shards is not None:
             self.shards.end()
 
+    def explain(self, error: BaseException) -> None:
+        """Add a note to torch's own error of a parameter in shards that had no memory."""
+        if self.shards is not None and "for storage of size 0" in str(error):
+            error.add_note("a parameter was used outside of the call of its block: call the block, block(x)")
+
     def stop(self, seconds: float) -> bool:
         """Let no rank begin any more; return whether all have ended in that time."""
         return self.at_work is None or self.at_work.stop(seconds)

@@ -307,8 +307,7 @@ class TrainStep:
             hint = "" if kwargs else way_to_pass(inputs)
             if isinstance(error, TypeError | AttributeError) and hint not in str(error):
                 error.add_note(hint)
-            if "for storage of size 0" in str(error) and self.shard == "parameters":
-                error.add_note("a parameter was used outside of the call of its block: call the block, block(x)")
+            self._ranks.explain(error)
             raise
 
     def _follow_module(self, *, updates: bool) -> None:
@@ -359,9 +358,10 @@ class TrainStep:
             try:
                 losses, weighed, rank_outputs = self._passes.run(None, parts, rows, inputs, keep_outputs)
                 outputs = self._passes.joined(rank_outputs, rows) if keep_outputs else None
-            except BaseException:
+            except BaseException as error:
                 if self._standing.have_ended(self._ranks):
                     self._standing.refuse(None)
+                self._ranks.explain(error)
                 raise
             loss = Window(self.reduction, 1).add(weighed, losses, self.team.devices[0])
             return loss, outputs, joined_aux(losses, weighed, self.reduction) if aux else {}

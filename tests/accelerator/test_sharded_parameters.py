@@ -8,7 +8,7 @@ import pytest
 import torch
 from fakes.tensors import numbers
 from step.nets import mse
-from torch import nn
+from torch import distributed, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -124,6 +124,23 @@ def test_settings(settings):
     for step in steps:
         step.flush()
     assert_same(*steps, atol=1e-6 if "comm_dtype" in settings else 1e-12)
+
+
+@pytest.mark.parametrize("way", ["amp", "compiled blocks"])
+def test_autocast_and_compiled_blocks_have_the_bits_of_copies(way):
+    """On the CPU, for which torch compiles, and casts."""
+    steps = []
+    for shard in ("parameters", None):
+        net = Net().to("cpu")
+        for block in net.blocks if way == "compiled blocks" else ():
+            block.compile(backend="aot_eager")
+        dtype = torch.bfloat16 if way == "amp" else None
+        steps.append(step_of(net, ["cpu"] * 3, shard=shard, amp_dtype=dtype))
+    for seed in range(3):
+        x, y = (tensor.float() for tensor in batch(seed))
+        losses = [float(step(x, y)) for step in steps]
+        assert losses[0] == losses[1]
+    assert_same(*steps, atol=0)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 5])
@@ -300,6 +317,19 @@ def test_reading_outside_is_an_error_that_says_how():
         step(*batch(1))
 
 
+def test_a_view_of_another_block_s_weight_is_explained():
+    net = Net().double().to("fake:0")
+    net.hook = lambda net, number: number == 2 and net.blocks[3].up.weight.t() @ net.blocks[3].up.weight
+    step = step_of(net, ["fake:0", "fake:1"])
+    for call in (step, step.evaluate):
+        with pytest.raises(RuntimeError, match=r"of size 0|blocks\.3") as caught:
+            call(*batch(0))
+        notes = [*getattr(caught.value, "__notes__", ()), *getattr(caught.value.__cause__, "__notes__", ())]
+        assert "blocks.3" in str(caught.value) or any("call the block, block(x)" in note for note in notes)
+    net.hook = None
+    step(*batch(0))
+
+
 def test_edits_inside_full_parameters_count():
     steps = pair()
     train(steps)
@@ -396,11 +426,11 @@ def interrupt(net, number):
 
 
 def test_out_of_memory_while_a_block_is_filled(monkeypatch):
-    from mgpu_core.step import shards
+    from mgpu_core.step import held_blocks
 
     steps = pair()
     train(steps)
-    calls, usual = [], shards.restore_memory
+    calls, usual = [], held_blocks.restore_memory
 
     def full(tensor, text):
         if "blocks.2" in text and tensor.device.index == 3:
@@ -408,7 +438,7 @@ def test_out_of_memory_while_a_block_is_filled(monkeypatch):
             raise torch.OutOfMemoryError("fake:3 has no memory left")
         usual(tensor, text)
 
-    monkeypatch.setattr(shards, "restore_memory", full)
+    monkeypatch.setattr(held_blocks, "restore_memory", full)
     before = allocated()
     with pytest.raises(RuntimeError, match="fake:3 has no memory left"):
         steps[0](*batch(9))
@@ -558,6 +588,18 @@ def test_what_it_refuses(change, kind, text):
     with pytest.raises(kind, match=text):
         step_of(net, **change)
     assert bool(torch.isfinite(net.first.weight).all())
+
+
+def test_nccl_over_several_devices_of_a_process_is_refused(tmp_path, monkeypatch):
+    store = distributed.FileStore(str(tmp_path / "store"), 1)
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        group = distributed.group.WORLD
+        monkeypatch.setattr(distributed, "get_backend", lambda _: "nccl")
+        with pytest.raises(ValueError, match="over 4 devices of a process"):
+            step_of(Net().double(), process_group=group)
+    finally:
+        distributed.destroy_process_group()
 
 
 def test_modules_that_it_refuses():

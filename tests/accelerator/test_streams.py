@@ -1,6 +1,7 @@
 """Who waits for whom on the side streams, in the code that GPUs run: here the fakes are the devices of that type."""
 
 import threading
+import weakref
 from functools import partial
 from typing import ClassVar, get_args
 
@@ -15,6 +16,8 @@ from torch.optim import SGD
 from mgpu_core import TrainStep, comm, convert_sync_batchnorm, parallel_apply, replicate
 from mgpu_core.comm import autograd, collectives, dispatch
 from mgpu_core.devices import streams
+from mgpu_core.optim import AdamW
+from mgpu_core.step.grad_buckets import GradBuckets
 
 DEVICES = ["fake:0", "fake:1"]
 
@@ -142,6 +145,63 @@ def test_a_step_goes_on_behind_its_sums():
     for device in (0, 1):
         current = torch.accelerator.current_stream(torch.device("fake", device))
         assert (id_of(current), id_of(streams.own_stream("sums", device))) in found
+
+
+def test_gradients_are_let_go_when_who_computes_has_waited_for_their_sum(monkeypatch):
+    """The memory of a gradient is free for the computing stream as soon as the next sum is launched."""
+    net = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(6)]).to("fake:0")
+    step = TrainStep(net, mse, SGD(net.parameters(), lr=0.1), DEVICES, workers="caller", bucket_nbytes=1)
+    batch = [torch.ones(8, 64, device="cpu")] * 2
+    step(*batch)
+    waits()
+    seen, add_up = [], GradBuckets.add_up
+
+    def noted(self, bucket, columns, *, is_first):
+        seen.append((weakref.ref(columns[1][0]), waits()))
+        return add_up(self, bucket, columns, is_first=is_first)
+
+    monkeypatch.setattr(GradBuckets, "add_up", noted)
+    alive = []
+    for layer in net:
+        layer.register_full_backward_hook(lambda *_: alive.append(sum(one() is not None for one, _ in seen)))
+    step(*batch)
+    assert len(seen) == 6
+    assert max(alive) <= 2, "of one rank: one bucket in a sum, and one before"
+    sums, now = streams.own_stream("sums", 1), torch.accelerator.current_stream("fake:1")
+    assert all((id_of(now), id_of(sums)) in waited for _, waited in seen[1:])
+    assert has_waited(now, sums), "in the end, too"
+
+
+def test_blocks_in_shards_are_filled_beside_the_computing(monkeypatch):
+    """While a block computes, the next one is filled; the stream that computes waits for its own block alone."""
+    net = nn.Sequential(nn.Linear(8, 8), nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]), nn.Linear(8, 8))
+    step = TrainStep(
+        net.to("fake:0"), mse, AdamW(net.parameters()), DEVICES, shard="parameters", workers="caller", bucket_nbytes=1
+    )
+    blocks, batch = net[1], [torch.ones(8, 8, device="cpu")] * 2
+    step(*batch)
+    filled, seen, gather_into = [], [], dispatch.gather_into
+
+    def fill(parts, out, dim):
+        filled.append((out.device.index, torch.accelerator.current_stream(out.device)))
+        gather_into(parts, out, dim)
+
+    def entered(block, _):
+        here = [stream for device, stream in filled if device == 0]
+        seen.append((list(blocks).index(block), len(here), waits()))
+
+    monkeypatch.setattr(dispatch, "gather_into", fill)
+    hooks = [block.register_forward_pre_hook(entered) for block in blocks]
+    waits()
+    step(*batch)
+    for hook in hooks:
+        hook.remove()
+    copies = [streams.own_stream("copies", index) for index in range(2)]
+    assert filled
+    assert all(stream == copies[index] for index, stream in filled)
+    assert [count for _, count, _ in seen[:3]] == [3, 4, 5], "the root, this block and those before, and the next one"
+    now = id_of(torch.accelerator.current_stream("fake:0"))
+    assert all((now, id_of(copies[0])) in waited for _, _, waited in seen[:4])
 
 
 def test_no_stream_of_the_users_is_one_of_ours():

@@ -5,6 +5,7 @@ import torch
 from fakes.nets import cpu
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from mgpu_core import Pipeline, TrainStep, optim
 
@@ -62,6 +63,41 @@ def alone(hook, data, accumulate=1, clip=None):
 def assert_same(net, other):
     for one, two in zip(net.parameters(), other.parameters(), strict=True):
         assert torch.allclose(one.detach().cpu(), two.detach().cpu(), rtol=1e-9, atol=1e-12)
+
+
+def test_a_checkpoint_that_makes_gradients_twice_is_not_summed_before_the_hook():
+    """One gradient more than there are leaves, in a bucket whose gradients are counted."""
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.shared, self.last = nn.Linear(3, 4), nn.Linear(4, 4, bias=False), nn.Linear(4, 4)
+
+        def forward(self, x):
+            x = self.first(x)
+            for _ in range(2):
+                x = torch.tanh(checkpoint(self.shared, x, use_reentrant=True))
+            return self.last(x)
+
+    nets = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        nets.append(Twice().double())
+        nets[-1].shared.weight.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+    net, other = nets
+    step = TrainStep(net, F.cross_entropy, optim.SGD(net.parameters(), lr=0.3), ["cpu"] * 3, bucket_nbytes=1)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.3)
+    for x, y in batches():
+        x, y = x.cpu(), y.cpu()
+        step(x, y)
+        optimizer.zero_grad()
+        # A reentrant checkpoint calls the hook on each of its two gradients, which a step sees as one sum.
+        hooks, other.shared.weight._backward_hooks = other.shared.weight._backward_hooks, None
+        F.cross_entropy(other(x), y).backward()
+        other.shared.weight._backward_hooks = hooks
+        other.shared.weight.grad.clamp_(-0.01, 0.01)
+        optimizer.step()
+        assert_same(net, other)
 
 
 @pytest.mark.parametrize("name", HOOKS)

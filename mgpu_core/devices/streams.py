@@ -6,7 +6,7 @@ current on the rank's device, so that the caller's work before and after the cal
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache, lru_cache
@@ -150,6 +150,7 @@ class SideStreams:
         self._devices = devices
         self._computing: dict[torch.device, list[torch.Stream]] = {}
         self._summing: dict[torch.device, torch.Stream] = {}
+        self._kept: deque[tuple[list[tuple[list[torch.Stream], torch.Event]], object]] = deque()
 
     def starts(self, devices: Sequence[torch.device], streams: Sequence[torch.Stream | None]) -> None:
         """Note which streams the ranks compute on from now on: one per rank, of its device."""
@@ -186,13 +187,32 @@ class SideStreams:
                 stack.enter_context(_on_accelerator(device, current))
             yield
 
+    def keep(self, gradients: object) -> None:
+        """Keep gradients that the side streams have read by now, until :meth:`let_go`."""
+        sides = [(streams, self._summing[device]) for device, streams in self._computing.items()]
+        events = [(streams, side.record_event()) for streams, side in sides if side not in streams]
+        self._kept.append((events, gradients))
+
+    def let_go(self) -> None:
+        """Let go of what is kept; who computes on its memory next waits until it was read."""
+        while self._kept:
+            try:
+                events, gradients = self._kept.popleft()  # which one thread gets
+            except IndexError:
+                return
+            for streams, event in events:
+                for stream in streams:
+                    stream.wait_event(event)
+            del gradients
+
     def joins(self) -> None:
-        """Order all streams of the ranks after the work on the side streams."""
+        """Order all streams of the ranks after the work on the side streams, and let go of all that is kept."""
         for device, streams in self._computing.items():
             side = self._summing[device]
             for stream in streams:
                 if stream != side:
                     stream.wait_stream(side)
+        self._kept.clear()
 
 
 # Torch has 32 streams of each priority on a GPU and gives them out in turn: with the usual priority, ours would be the

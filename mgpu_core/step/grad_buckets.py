@@ -218,7 +218,9 @@ class GradBuckets:
         views = [self.flats[0].gradient_views[i] for i in self.members[bucket]]
         trace_contents("all_reduce", bucket, list(zip(self.names(bucket), views, strict=True)))
 
-    def add_up(self, bucket: int, columns: Columns, *, is_first: bool) -> None:
+    def add_up(
+        self, bucket: int, columns: Columns, *, is_first: bool, were_read: Callable[[], None] | None = None
+    ) -> None:
         """Sum a bucket over all ranks, on the current streams, and begin its sum over the processes.
 
         Of parameters in shards each device keeps its part of the sum, and the whole one has memory meanwhile.
@@ -227,6 +229,7 @@ class GradBuckets:
             bucket: its number.
             columns: by rank its gradients of the bucket's parameters; the others add nothing.
             is_first: this is all; otherwise it is added to the sums.
+            were_read: called when nothing that follows on the streams reads the gradients.
         """
         if tracer.recording is not None and not self._is_cut:
             self._tell(bucket)
@@ -239,6 +242,8 @@ class GradBuckets:
                 restore_memory(whole, text)
             for sums, ranks in zip(self._rank_sums[bucket], self._replicas.ranks_of, strict=True):
                 sums.add_up([column or nothing for column in map(columns.get, ranks)])  # on the device's current stream
+            if were_read is not None:
+                were_read()
             if len(self.flats) > 1:
                 self._add_up_devices(bucket, parts if wholes else ())
         finally:

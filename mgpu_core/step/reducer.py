@@ -10,9 +10,13 @@ to complete a bucket sums it, in the thread that runs its backward, while the ot
 
 A gradient that comes after its rank's were taken, of a checkpoint that makes them twice, say, is added in the end.
 
-On a GPU a sum runs on a side stream, which waits for the streams that the gradients were made on.  Before the next sum
-is launched, and in :meth:`Reducer.finish`, these streams wait for it, and its gradients are let go: with one bucket at
-work and one in transit, a rank has no more of its own.
+On a GPU a sum runs on a side stream, which waits for the streams that the gradients were made on; the stream of the
+update waits for it in :meth:`Reducer.finish`.  The gradients are kept until the next sum is launched.  Before it, the
+streams that compute wait until they were read, by an event between the sum over ranks and that over devices, so that
+their memory can be used again at once::
+
+    compute   [ g3 g2 ] ───── [ g1 g0 ] wait for the event; g3 g2 are let go ─
+    side           wait [ adds ranks up ] event [ devices ]  wait [ adds ranks up ] ...
 """
 
 from __future__ import annotations
@@ -115,7 +119,7 @@ class Gradients:
             self.hooks = None
 
     def finish(self, weight: Weight, updated: Updated) -> tuple[list[bool], Weight]:
-        """Finish the sums after the backward of all ranks, each of which still has its own gradients.
+        """Finish the sums after the backward of all ranks.
 
         Args:
             weight: of the gradients.
@@ -236,7 +240,6 @@ class Reducer(Gradients):
         self._missing: list[list[float]] = []  # per rank and bucket the gradients to come, of a backward that counts
         self._enough = 0  # ranks whose gradients a sum takes
         self._taken: dict[int, Columns] = {}  # by bucket, until the sum
-        self._read: list[Columns] = []  # by sums on side streams
         self._summed: set[int] = set()
         self._used: set[int] = set()  # parameters of which a rank had a gradient
         self._leaves = [parameter for row in replicas.parameters for parameter in row]
@@ -303,7 +306,7 @@ class Reducer(Gradients):
 
     def abandon(self) -> None:
         """Drop all gradients after a failure, when no side stream reads them any more."""
-        self._let_go()
+        self._side.joins()
         self._taken = {}
         super().abandon()
 
@@ -389,7 +392,7 @@ class Reducer(Gradients):
                 buckets.sums.sparse = {i: self._sum_sparse(i) for i in buckets.sparse if used[i]}
             self._used.update(buckets.sums.sparse)
         if self._has_streams:
-            self._let_go()
+            self._side.joins()
         self._is_learning, self._missing = False, []
 
     def show(self, used: Sequence[bool]) -> None:
@@ -452,19 +455,11 @@ class Reducer(Gradients):
         if not self._has_streams and tracer.sink is None:
             self.buckets.add_up(bucket, columns, is_first=is_first)
             return
-        self._let_go()
+        self._side.let_go()
         side = self._side.entered() if self._has_streams else NULL_CONTEXT
+        keep = partial(self._side.keep, columns) if self._has_streams else None
         with span(self._collective, ALL_RANKS, None, bucket), side:
-            self.buckets.add_up(bucket, columns, is_first=is_first)
-        with self._lock:
-            self._read.append(columns)
-
-    def _let_go(self) -> None:
-        """Let go of gradients that sums have read; who computes on their memory next waits for these sums."""
-        with self._lock:
-            read, self._read = self._read, []
-        self._side.joins()
-        read.clear()
+            self.buckets.add_up(bucket, columns, is_first=is_first, were_read=keep)
 
     def _sum_sparse(self, i: int) -> torch.Tensor:
         parts = [row[i].grad for row in self._replicas.parameters]

@@ -156,9 +156,9 @@ def test_gradients_are_let_go_when_who_computes_has_waited_for_their_sum(monkeyp
     waits()
     seen, add_up = [], GradBuckets.add_up
 
-    def noted(self, bucket, columns, *, is_first):
+    def noted(self, bucket, columns, **settings):
         seen.append((weakref.ref(columns[1][0]), waits()))
-        return add_up(self, bucket, columns, is_first=is_first)
+        return add_up(self, bucket, columns, **settings)
 
     monkeypatch.setattr(GradBuckets, "add_up", noted)
     alive = []

@@ -374,8 +374,9 @@ class Reducer(Gradients):
     def sum_the_rest(self) -> None:
         """Sum the buckets that are not summed yet, and add gradients that came again, or later than counted."""
         buckets, ranks = self.buckets, self._replicas.team.ranks
-        is_through = self._summed == buckets.numbers and set(map(type, map(_grad_of, self._leaves))) <= {NoneType}
         taken, self._taken = self._taken, {}
+        is_through = self._summed == buckets.numbers and not taken
+        is_through = is_through and set(map(type, map(_grad_of, self._leaves))) <= {NoneType}
         for bucket in () if is_through else sorted(buckets.numbers):
             columns, again = taken[bucket] if bucket in taken else Columns(), Columns()
             for rank in ranks:

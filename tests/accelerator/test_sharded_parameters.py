@@ -126,6 +126,25 @@ def test_settings(settings):
     assert_same(*steps, atol=1e-6 if "comm_dtype" in settings else 1e-12)
 
 
+@pytest.mark.parametrize("workers", ["threads", "caller"])
+def test_a_block_that_some_ranks_leave_out_in_the_later_calls_of_a_window(workers):
+    class Some(Net):
+        def forward(self, x):
+            x, leaves_out = self.first(x), bool((x[:, 0] > 0).all())
+            for number, block in enumerate(self.blocks):
+                x = x if leaves_out and number == 1 else block(x)
+            return self.last(x)
+
+    steps = pair(net=Some, accumulate=2, workers=workers)
+    x, y = batch(0)
+    signs = torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=x.dtype, device="cpu").repeat_interleave(3)
+    for sign in (-1, signs, -1, signs, signs, -1):
+        x[:, 0] = x[:, 0].abs() * sign
+        losses = [float(step(x, y)) for step in steps]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+    assert_same(*steps)
+
+
 @pytest.mark.parametrize("way", ["amp", "compiled blocks"])
 def test_autocast_and_compiled_blocks_have_the_bits_of_copies(way):
     """On the CPU, for which torch compiles, and casts."""

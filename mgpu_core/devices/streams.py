@@ -150,7 +150,7 @@ class SideStreams:
         self._devices = devices
         self._computing: dict[torch.device, list[torch.Stream]] = {}
         self._summing: dict[torch.device, torch.Stream] = {}
-        self._kept: deque[tuple[list[tuple[list[torch.Stream], torch.Event]], object]] = deque()
+        self._kept: dict[torch.device, deque[tuple[torch.Event, object]]] = {device: deque() for device in devices}
 
     def starts(self, devices: Sequence[torch.device], streams: Sequence[torch.Stream | None]) -> None:
         """Note which streams the ranks compute on from now on: one per rank, of its device."""
@@ -169,40 +169,40 @@ class SideStreams:
         if streams is not None and (stream := torch.accelerator.current_stream(device)) not in streams:
             streams.append(stream)
 
-    def entered(self) -> AbstractContextManager[None]:
-        """Enter the side stream of each GPU, ordered after all work of its ranks so far.
+    def after_ranks(self, device: torch.device) -> AbstractContextManager[None]:
+        """Enter the side stream of a device, ordered after all work of its ranks so far.
 
         Other accelerators work on their first rank's stream, which waits for the other streams of the device.
         """
-        return self._entered() if self._computing else NULL_CONTEXT
+        streams = self._computing.get(device)
+        if streams is None:
+            return NULL_CONTEXT
+        side = self._summing[device]
+        for stream in streams:
+            if stream != side:
+                side.wait_stream(stream)
+        return _on_accelerator(device, side)
 
-    @contextmanager
-    def _entered(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            for device, streams in self._computing.items():
-                current = self._summing[device]
-                for stream in streams:
-                    if stream != current:
-                        current.wait_stream(stream)
-                stack.enter_context(_on_accelerator(device, current))
-            yield
+    def entered(self) -> AbstractContextManager[object]:
+        """Enter the side streams of all devices, for work that follows what is on them."""
+        return on_all([*self._summing], [*self._summing.values()])
 
-    def keep(self, gradients: object) -> None:
-        """Keep gradients that the side streams have read by now, until :meth:`let_go`."""
-        sides = [(streams, self._summing[device]) for device, streams in self._computing.items()]
-        events = [(streams, side.record_event()) for streams, side in sides if side not in streams]
-        self._kept.append((events, gradients))
+    def keep(self, device: torch.device, gradients: object) -> None:
+        """Keep gradients that the side stream of a device has read by now, until :meth:`let_go`."""
+        side = self._summing.get(device)
+        if side is not None and side not in self._computing[device]:
+            self._kept[device].append((side.record_event(), gradients))
 
-    def let_go(self) -> None:
-        """Let go of what is kept; who computes on its memory next waits until it was read."""
-        while self._kept:
+    def let_go(self, device: torch.device) -> None:
+        """Let go of what is kept of a device; who computes on its memory next waits until it was read."""
+        kept = self._kept[device]
+        while kept:
             try:
-                events, gradients = self._kept.popleft()  # which one thread gets
+                event, gradients = kept.popleft()  # which one thread gets
             except IndexError:
                 return
-            for streams, event in events:
-                for stream in streams:
-                    stream.wait_event(event)
+            for stream in self._computing.get(device, ()):
+                stream.wait_event(event)
             del gradients
 
     def joins(self) -> None:
@@ -212,7 +212,7 @@ class SideStreams:
             for stream in streams:
                 if stream != side:
                     stream.wait_stream(side)
-        self._kept.clear()
+            self._kept[device].clear()
 
 
 # Torch has 32 streams of each priority on a GPU and gives them out in turn: with the usual priority, ours would be the

@@ -40,24 +40,24 @@ class CutGradients(Reducer):
         super().begin(ranks, overlap=True, goes_on=goes_on)
         self.clear()  # also of a backward of the user's own between two calls of a window
         if self._ranks.in_turns:
-            self._enough = 1
+            self._ranks_on = [1]
 
     def _complete(self, rank: int, bucket: int) -> None:
         super()._complete(rank, bucket)
-        if bucket in self._taken:
-            self._shards.pace.wait(rank, lambda: bucket not in self._taken)
+        if bucket in self._added:
+            self._shards.pace.wait(rank, lambda: bucket not in self._added)
         else:
             self._shards.pace.went_on()
 
-    def _sum(self, bucket: int, columns: Columns) -> None:
+    def _add_ranks(self, bucket: int, index: int, columns: Columns) -> None:
         for gradients in columns.values():
-            for i, gradient in zip(self.buckets.members[bucket], gradients, strict=True):
+            for i, gradient in zip(self.buckets.members[bucket], gradients or (), strict=False):
                 if gradient is not None and gradient.layout is not torch.strided:
                     raise TypeError(
                         f"the gradient of {self._replicas.names[i]} is sparse, and the kernels update whole buffers: "
                         "build the layer with sparse=False"
                     )
-        super()._sum(bucket, columns)
+        super()._add_ranks(bucket, index, columns)
 
     def set_aside(self) -> None:
         """Add the gradients of a call to the parts, before the next one of the window."""

@@ -30,11 +30,10 @@ from mgpu_core.step.options import Options
 from mgpu_core.step.process_sums import ProcessSums
 from mgpu_core.step.replicas import Replicas
 from mgpu_core.step.shards import Shards
-from mgpu_core.trace import tracer
 
 __all__ = ["BackwardOrder", "Columns", "CommHook", "Communication", "GradBuckets", "GradientBucket"]
 
-Columns: TypeAlias = dict[int, list[torch.Tensor | None]]
+Columns: TypeAlias = dict[int, list[torch.Tensor | None] | None]
 
 
 @dataclass(eq=False)
@@ -117,6 +116,8 @@ class GradBuckets:
 
     Attributes:
         is_empty: there was no backward yet.
+        has_devices: there are several.
+        processes: the sums over processes that follow those over devices; ``None``: none do.
         buckets: which parameters lie where.
         numbers: of the buckets.
         members: per bucket its parameters.
@@ -152,7 +153,10 @@ class GradBuckets:
             self.flats = [FlatTensors(self.buckets, parameters, device) for device in replicas.devices]
         else:
             self.buckets, self.flats, self.left_out, self.is_empty = cut.buckets, [*cut.flats], [], False
-        self._is_cut, self._are_absent = cut is not None, cut is not None and len(self.flats) > 1
+        self._is_cut, self.has_devices = cut is not None, len(self.flats) > 1
+        self._are_absent = self._is_cut and self.has_devices
+        self.processes = None if self._is_cut else processes
+        self._before: dict[tuple[int, int], torch.Tensor] = {}  # sums to which others are added, by bucket and device
         self.members = [[each.parameter for each in bucket.segments] for bucket in self.buckets]
         self.leaves = [[[row[i] for i in members] for row in replicas.parameters] for members in self.members]
         self.numbers = set(range(len(self.buckets)))
@@ -213,49 +217,64 @@ class GradBuckets:
         """Return the names of a bucket's parameters."""
         return [self._replicas.names[i] for i in self.members[bucket]]
 
-    def _tell(self, bucket: int) -> None:
-        """Emit the contents of the bucket."""
+    def tell(self, bucket: int) -> None:
+        """Emit the contents of a bucket; nothing in shards, whose parts are no tensors of the user's."""
+        if self._is_cut:
+            return
         views = [self.flats[0].gradient_views[i] for i in self.members[bucket]]
         trace_contents("all_reduce", bucket, list(zip(self.names(bucket), views, strict=True)))
 
-    def add_up(
-        self, bucket: int, columns: Columns, *, is_first: bool, were_read: Callable[[], None] | None = None
-    ) -> None:
-        """Sum a bucket over all ranks, on the current streams, and begin its sum over the processes.
+    def add_ranks(self, bucket: int, index: int, columns: Columns, *, is_first: bool) -> None:
+        """Sum a bucket over the ranks of a device, on its current stream.
 
-        Of parameters in shards each device keeps its part of the sum, and the whole one has memory meanwhile.
+        Of parameters in shards over several devices the sum has memory from now on until :meth:`add_devices`.
 
         Args:
             bucket: its number.
+            index: of the device.
             columns: by rank its gradients of the bucket's parameters; the others add nothing.
             is_first: this is all; otherwise it is added to the sums.
-            were_read: called when nothing that follows on the streams reads the gradients.
         """
-        if tracer.recording is not None and not self._is_cut:
-            self._tell(bucket)
-        parts, nothing = self._parts[bucket], self._nothing[bucket]
-        before = [] if is_first else [part.clone() for part in parts]
-        wholes = [flat.gradients[bucket] for flat in self.flats] if self._are_absent else []
-        text = f"the gradients of {self.names(bucket)[0]} have no memory now" if wholes else ""
+        part, nothing = self._parts[bucket][index], self._nothing[bucket]
+        before = None if is_first else part.clone()
+        if self._are_absent:
+            restore_memory(self.flats[index].gradients[bucket], self._text_of(bucket))
+        ranks = self._replicas.ranks_of[index]
+        self._rank_sums[bucket][index].add_up([column or nothing for column in map(columns.get, ranks)])
+        if before is None:
+            return
+        if self.has_devices:
+            self._before[bucket, index] = before
+        else:
+            part.add_(before)
+
+    def add_devices(self, bucket: int) -> None:
+        """Sum a bucket over the devices, on their current streams; in shards each device keeps its part."""
+        parts = self._parts[bucket]
         try:
-            for whole in wholes:
-                restore_memory(whole, text)
-            for sums, ranks in zip(self._rank_sums[bucket], self._replicas.ranks_of, strict=True):
-                sums.add_up([column or nothing for column in map(columns.get, ranks)])  # on the device's current stream
-            if were_read is not None:
-                were_read()
-            if len(self.flats) > 1:
-                self._add_up_devices(bucket, parts if wholes else ())
+            self._add_up_devices(bucket, parts if self._are_absent else ())
         finally:
-            for whole in wholes:
-                drop_memory(whole, text)
-        for part, of_device in zip(parts, self.sums.padding, strict=True) if wholes else ():
-            if of_device[bucket].numel():  # new memory is not zero
-                part.index_fill_(0, of_device[bucket], 0)
-        for part, earlier in zip(parts, before, strict=False):
-            part.add_(earlier)
-        if self._communication.processes is not None and not self._is_cut:
-            self._communication.processes.put(bucket)
+            self._drop(bucket)
+        for index, part in enumerate(parts):
+            padding = self.sums.padding[index][bucket]
+            if self._are_absent and padding.numel():  # new memory is not zero
+                part.index_fill_(0, padding, 0)
+            if (bucket, index) in self._before:
+                part.add_(self._before.pop((bucket, index)))
+
+    def drop(self) -> None:
+        """Forget sums that were begun."""
+        self._before.clear()
+        for bucket in self.numbers:
+            self._drop(bucket)
+
+    def _drop(self, bucket: int) -> None:
+        """Free the whole sums of a bucket in shards."""
+        for flat in self.flats if self._are_absent else ():
+            drop_memory(flat.gradients[bucket], self._text_of(bucket))
+
+    def _text_of(self, bucket: int) -> str:
+        return f"the gradients of {self.names(bucket)[0]} have no memory now"
 
     def _add_up_devices(self, bucket: int, parts: Sequence[torch.Tensor] = ()) -> None:
         """Sum a bucket over the devices, each of which holds the sum over its ranks: all of it, or each its part.

@@ -1,19 +1,19 @@
 """Gradient sync: each bucket is summed over the ranks as soon as all of them have its gradients.
 
 Autograd makes fresh gradients for every rank: nothing is zeroed, and nothing accumulates in a flat buffer.  A hook per
-parameter and rank counts them.  A rank that has all of a bucket takes them away from its parameters.  The last rank
-to complete a bucket sums it, in the thread that runs its backward, while the others go on; no rank waits for another::
+parameter and rank counts them.  A rank that has all of a bucket takes them away from its parameters.  The last rank of
+a device adds up those of its ranks, in the flat memory of their sums, and the last one of all adds up the devices.
+Each does so in the thread that runs its backward, while the others go on; no rank waits for another::
 
-    rank 0's backward   g3 ─ g2 [takes] ─────────────── g1 ─ g0 [takes]
-    rank 1's backward   g3 ────── g2 [takes; sum of g3 g2] ── g1 ── g0 [takes; sum of g1 g0]
-    the caller          waits for both .....................................................  finish(): the rest, update
+    rank 0, device 0   g3 ─ g2 [takes; adds up] ──────────────── g1 ─ g0 [takes; adds up]
+    rank 1, device 1   g3 ────── g2 [takes; adds up; devices] ── g1 ── g0 [takes; adds up; devices]
+    the caller         waits for both ...........................................  finish(): the rest, update
 
 A gradient that comes after its rank's were taken, of a checkpoint that makes them twice, say, is added in the end.
 
-On a GPU a sum runs on a side stream, which waits for the streams that the gradients were made on; the stream of the
-update waits for it in :meth:`Reducer.finish`.  The gradients are kept until the next sum is launched.  Before it, the
-streams that compute wait until they were read, by an event between the sum over ranks and that over devices, so that
-their memory can be used again at once::
+On a GPU this runs on a side stream, which waits for the streams that the gradients were made on; the stream of the
+update waits for it in :meth:`Reducer.finish`.  The gradients are kept until the ranks of the device have their next
+bucket.  Then the streams that compute wait until they were read, by an event, and their memory can be used again::
 
     compute   [ g3 g2 ] ───── [ g1 g0 ] wait for the event; g3 g2 are let go ─
     side           wait [ adds ranks up ] event [ devices ]  wait [ adds ranks up ] ...
@@ -46,7 +46,6 @@ from mgpu_core.step.param_hooks import ParameterHooks
 from mgpu_core.step.replicas import GradientHook, Replicas
 from mgpu_core.step.rollback import uninterrupted
 from mgpu_core.step.shards import Shards
-from mgpu_core.support.null_context import NULL_CONTEXT
 from mgpu_core.trace import tracer
 from mgpu_core.trace.events import ALL_RANKS
 from mgpu_core.trace.tracer import current_step, in_step, mark, span
@@ -238,8 +237,10 @@ class Reducer(Gradients):
         self._remove_hooks = weakref.finalize(self, _remove_all, self.handles)
         self._lock = threading.Lock()
         self._missing: list[list[float]] = []  # per rank and bucket the gradients to come, of a backward that counts
-        self._enough = 0  # ranks whose gradients a sum takes
-        self._taken: dict[int, Columns] = {}  # by bucket, until the sum
+        self._device_of = [replicas.devices.index(device) for device in replicas.team.devices]
+        self._ranks_on: list[int] = []  # per device, of such a backward
+        self._taken: dict[tuple[int, int], Columns] = {}  # by bucket and device, until all of its ranks have theirs
+        self._added: dict[int, set[int]] = {}  # by bucket whose sum has begun, the devices whose ranks are added up
         self._summed: set[int] = set()
         self._used: set[int] = set()  # parameters of which a rank had a gradient
         self._leaves = [parameter for row in replicas.parameters for parameter in row]
@@ -275,7 +276,7 @@ class Reducer(Gradients):
     def begin(self, ranks: int, *, overlap: bool, goes_on: bool) -> None:
         super().begin(ranks, overlap=overlap, goes_on=goes_on)
         if not goes_on:
-            self._summed, self._used = set(), set()
+            self._summed, self._used, self._taken, self._added = set(), set(), {}, {}
         if self._has_streams:
             devices = self._replicas.team.devices
             self._side.starts(devices, caller_streams(devices))
@@ -283,7 +284,7 @@ class Reducer(Gradients):
         if self.handles:
             if overlap:
                 expected: list[float] = [*self._expected]
-                self._enough = ranks
+                self._ranks_on = [sum(rank < ranks for rank in of) for of in self._replicas.ranks_of]
                 if self.hooks is not None:  # their buckets are not complete before the hooks are called
                     late = {self.buckets.bucket_of.get(i) for i in self.hooks.indices}
                     expected = [math.inf if bucket in late else count for bucket, count in enumerate(expected)]
@@ -307,7 +308,8 @@ class Reducer(Gradients):
     def abandon(self) -> None:
         """Drop all gradients after a failure, when no side stream reads them any more."""
         self._side.joins()
-        self._taken = {}
+        self._taken, self._added = {}, {}
+        self.buckets.drop()
         super().abandon()
 
     def close(self) -> None:
@@ -325,34 +327,46 @@ class Reducer(Gradients):
         if bucket is None:
             return
         self._side.made_on_current(self._replicas.team.devices[rank])
-        if rank < len(self._missing):
-            missing = self._missing[rank]
+        counted = self._missing
+        if rank < len(counted):
+            missing = counted[rank]
             missing[bucket] -= 1
             if not missing[bucket]:
                 with in_step(self._whole_step):
                     self._complete(rank, bucket)
 
     def _complete(self, rank: int, bucket: int) -> None:
-        """Take a rank's gradients of a bucket, and sum those of all ranks if it is the last one."""
+        """Take a rank's gradients of a bucket, and add up what that makes complete: its device's, and all."""
         mark("ready", rank, self._replicas.team.devices[rank], bucket)
-        gradients = self._take(rank, bucket)
+        index, gradients = self._device_of[rank], self._take(rank, bucket)
         with self._lock:
-            columns = self._taken.setdefault(bucket, {})
+            added = self._added.setdefault(bucket, set())
+            columns = self._taken.setdefault((bucket, index), {})
             columns[rank] = gradients
-            is_last = len(columns) == self._enough
-            if is_last:
-                del self._taken[bucket]
-        if is_last:
-            self._sum(bucket, columns)
+            if len(columns) < self._ranks_on[index]:
+                return
+            del self._taken[bucket, index]
+        self._add_ranks(bucket, index, columns)
+        with self._lock:
+            added.add(index)
+            if len(added) < sum(map(bool, self._ranks_on)):
+                return
+        for other, count in enumerate(self._ranks_on):
+            if not count:  # no rank of it has rows: its sum is zero
+                self._add_ranks(bucket, other, {})
+        self._add_devices(bucket)
 
-    def _take(self, rank: int, bucket: int) -> list[torch.Tensor | None]:
-        """Take a rank's gradients of a bucket away from its parameters."""
+    def _take(self, rank: int, bucket: int) -> list[torch.Tensor | None] | None:
+        """Take a rank's gradients of a bucket away from its parameters; ``None``: there are none."""
         members, leaves = self.buckets.members[bucket], self.buckets.leaves[bucket][rank]
         gradients: list[torch.Tensor | None] = list(map(_grad_of, leaves))
-        if NoneType in set(map(type, gradients)):
-            self._used |= {i for i, gradient in zip(members, gradients, strict=True) if gradient is not None}
-        else:
+        kinds = set(map(type, gradients))
+        if NoneType not in kinds:
             self._used |= set(members)
+        elif len(kinds) == 1:
+            return None
+        else:
+            self._used |= {i for i, gradient in zip(members, gradients, strict=True) if gradient is not None}
         deque(map(_set_grad, leaves, repeat(None)), maxlen=0)
         return gradients
 
@@ -373,20 +387,23 @@ class Reducer(Gradients):
 
     def sum_the_rest(self) -> None:
         """Sum the buckets that are not summed yet, and add gradients that came again, or later than counted."""
-        buckets, ranks = self.buckets, self._replicas.team.ranks
-        taken, self._taken = self._taken, {}
-        is_through = self._summed == buckets.numbers and not taken
+        buckets, taken = self.buckets, self._taken
+        is_through = self._summed == buckets.numbers and not self._added
         is_through = is_through and set(map(type, map(_grad_of, self._leaves))) <= {NoneType}
         for bucket in () if is_through else sorted(buckets.numbers):
-            columns, again = taken[bucket] if bucket in taken else Columns(), Columns()
-            for rank in ranks:
-                gradients = self._take(rank, bucket)
-                if set(map(type, gradients)) != {NoneType}:
-                    (again if rank in columns else columns)[rank] = gradients
-            if columns or bucket not in self._summed:
-                self._sum(bucket, columns)
-            if again:
-                self._sum(bucket, again)
+            late = list(map(self._take, self._replicas.team.ranks, repeat(bucket)))
+            added: Collection[int] = self._added[bucket] if (is_open := bucket in self._added) else ()
+            while is_open or bucket not in self._summed or set(map(type, late)) != {NoneType}:
+                for index, ranks in enumerate(self._replicas.ranks_of):
+                    if index not in added:
+                        columns = taken.pop((bucket, index)) if (bucket, index) in taken else Columns()
+                        for rank in ranks:
+                            gradients = late[rank]
+                            if gradients is not None and rank not in columns:
+                                columns[rank], late[rank] = gradients, None
+                        self._add_ranks(bucket, index, columns)
+                self._add_devices(bucket)
+                is_open, added = False, ()
         if buckets.sparse:
             used = super().used()
             with span("reduce"):
@@ -439,11 +456,12 @@ class Reducer(Gradients):
         self.register_hooks()
         self._rest()
 
-    def _sum(self, bucket: int, columns: Columns) -> None:
-        """Sum a bucket over the ranks of each device, then over the devices; on GPUs on their side streams.
+    def _add_ranks(self, bucket: int, index: int, columns: Columns) -> None:
+        """Sum a bucket over the ranks of a device; on a GPU on its side stream.
 
         Args:
             bucket: its number.
+            index: of the device.
             columns: by rank its gradients of the bucket's parameters.
         """
         is_first, processes = bucket not in self._summed, self.communication.processes
@@ -452,15 +470,27 @@ class Reducer(Gradients):
                 f"gradients of {', '.join(self.buckets.names(bucket))} came when their sum over the processes had "
                 "begun: a reentrant torch.utils.checkpoint makes them twice; use_reentrant=False does not"
             )
-        self._summed |= {bucket}
         if not self._has_streams and tracer.sink is None:
-            self.buckets.add_up(bucket, columns, is_first=is_first)
+            self.buckets.add_ranks(bucket, index, columns, is_first=is_first)
             return
-        self._side.let_go()
-        side = self._side.entered() if self._has_streams else NULL_CONTEXT
-        keep = partial(self._side.keep, columns) if self._has_streams else None
-        with span(self._collective, ALL_RANKS, None, bucket), side:
-            self.buckets.add_up(bucket, columns, is_first=is_first, were_read=keep)
+        device = self._replicas.devices[index]
+        self._side.let_go(device)
+        with span(self._collective, ALL_RANKS, None, bucket), self._side.after_ranks(device):
+            self.buckets.add_ranks(bucket, index, columns, is_first=is_first)
+            self._side.keep(device, columns)
+
+    def _add_devices(self, bucket: int) -> None:
+        """Sum a bucket over the devices, each of which has the sum over its ranks; on GPUs on their side streams."""
+        if tracer.recording is not None:
+            self.buckets.tell(bucket)
+        if self.buckets.has_devices:
+            with span(self._collective, ALL_RANKS, None, bucket), self._side.entered():
+                self.buckets.add_devices(bucket)
+        if self.buckets.processes is not None:
+            self.buckets.processes.put(bucket)
+        self._summed |= {bucket}
+        if bucket in self._added:
+            del self._added[bucket]
 
     def _sum_sparse(self, i: int) -> torch.Tensor:
         parts = [row[i].grad for row in self._replicas.parameters]

@@ -154,13 +154,14 @@ def test_gradients_are_let_go_when_who_computes_has_waited_for_their_sum(monkeyp
     batch = [torch.ones(8, 64, device="cpu")] * 2
     step(*batch)
     waits()
-    seen, add_up = [], GradBuckets.add_up
+    seen, add_ranks = [], GradBuckets.add_ranks
 
-    def noted(self, bucket, columns, **settings):
-        seen.append((weakref.ref(columns[1][0]), waits()))
-        return add_up(self, bucket, columns, **settings)
+    def noted(self, bucket, index, columns, **settings):
+        if index == 1:
+            seen.append((weakref.ref(columns[1][0]), waits()))
+        return add_ranks(self, bucket, index, columns, **settings)
 
-    monkeypatch.setattr(GradBuckets, "add_up", noted)
+    monkeypatch.setattr(GradBuckets, "add_ranks", noted)
     alive = []
     for layer in net:
         layer.register_full_backward_hook(lambda *_: alive.append(sum(one() is not None for one, _ in seen)))

@@ -1,6 +1,7 @@
 """What a TrainStep does between devices: sums, values that travel, twins of an optimizer."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -47,6 +48,43 @@ def test_all_devices_hold_the_same_bits(devices, make):
             reference.step()
             step.check_replicas()
     assert all(torch.allclose(a, b, atol=1e-9) for a, b in zip(net.parameters(), alone.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("devices", TEAMS)
+@pytest.mark.parametrize("rows", [1, 2])
+def test_devices_without_rows_add_nothing(devices, rows):
+    """After batches for all of them, whose sums are still there, bucket by bucket."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    alone = copy.deepcopy(net).to(devices[0])
+    step = step_of(net, devices, bucket_nbytes=1)
+    optimizer = SGD(alone.parameters(), lr=0.5)
+    for count in (10, rows, 10, rows):
+        x, y = (torch.randn(count, n, dtype=torch.float64, device="cpu") for n in (3, 2))
+        step(x, y)
+        optimizer.zero_grad()
+        mse(alone(x.to(devices[0])), y.to(devices[0])).backward()
+        optimizer.step()
+        step.check_replicas()
+    for one, other in zip(net.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(one.detach(), other.detach(), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("workers", ["threads", "caller"])
+def test_a_rank_keeps_no_gradients_but_those_of_two_buckets(workers):
+    """Also one that is ahead of the others: its device adds them up without waiting."""
+    net = nn.Sequential(*[nn.Linear(128, 128, bias=False) for _ in range(16)])
+    step = step_of(net, [*FAKES, "fake:3"], bucket_nbytes=1, workers=workers)
+    batch = [torch.randn(16, 128, device="cpu") for _ in range(2)]
+    for _ in range(3):
+        step(*batch)
+    gc.collect()
+    before = [torch.fake.memory_allocated(index) for index in range(4)]
+    torch.fake.reset_peak_memory_stats()
+    step(*batch)
+    more = [torch.fake.max_memory_allocated(index) - then for index, then in enumerate(before)]
+    activations = 2 * 16 * 4 * 128 * 4
+    assert max(more) <= 2 * net[0].weight.nbytes + activations
 
 
 @pytest.mark.parametrize("devices", TEAMS)

@@ -161,7 +161,7 @@ def test_a_sum_that_fails_fails_the_step(ranks, monkeypatch):
         raise Boom("in a bucket")
 
     with monkeypatch.context() as patch:
-        patch.setattr(GradBuckets, "add_up", fail)
+        patch.setattr(GradBuckets, "add_ranks", fail)
         with pytest.raises(Boom, match="in a bucket"):
             step(x, 2, y)
     assert_same(before, state_of(step))

@@ -37,8 +37,8 @@ class CutGradients(Reducer):
         super().__init__(ranks.replicas, communication, ranks.shards)
 
     def begin(self, ranks: int, *, overlap: bool, goes_on: bool) -> None:
-        super().begin(ranks, overlap=True, goes_on=goes_on)
         self.clear()  # also of a backward of the user's own between two calls of a window
+        super().begin(ranks, overlap=True, goes_on=goes_on)
         if self._ranks.in_turns:
             self._ranks_on = [1]
 
@@ -49,7 +49,7 @@ class CutGradients(Reducer):
         else:
             self._shards.pace.went_on()
 
-    def _add_ranks(self, bucket: int, index: int, columns: Columns) -> None:
+    def _add_ranks(self, bucket: int, index: int, columns: Columns, *, goes_on: bool = False) -> None:
         for gradients in columns.values():
             for i, gradient in zip(self.buckets.members[bucket], gradients or (), strict=False):
                 if gradient is not None and gradient.layout is not torch.strided:
@@ -57,7 +57,7 @@ class CutGradients(Reducer):
                         f"the gradient of {self._replicas.names[i]} is sparse, and the kernels update whole buffers: "
                         "build the layer with sparse=False"
                     )
-        super()._add_ranks(bucket, index, columns)
+        super()._add_ranks(bucket, index, columns, goes_on=goes_on)
 
     def set_aside(self) -> None:
         """Add the gradients of a call to the parts, before the next one of the window."""

@@ -156,10 +156,10 @@ class GradBuckets:
         self._is_cut, self.has_devices = cut is not None, len(self.flats) > 1
         self._are_absent = self._is_cut and self.has_devices
         self.processes = None if self._is_cut else processes
-        self._before: dict[tuple[int, int], torch.Tensor] = {}  # sums to which others are added, by bucket and device
+        self._before: dict[int, list[torch.Tensor]] = {}  # sums to which others are added, by bucket and part
         self.members = [[each.parameter for each in bucket.segments] for bucket in self.buckets]
         self.leaves = [[[row[i] for i in members] for row in replicas.parameters] for members in self.members]
-        self.numbers = set(range(len(self.buckets)))
+        self.numbers = dict.fromkeys(range(len(self.buckets))).keys()
         self.bucket_of = {i: number for number, members in enumerate(self.members) for i in members}
         views = self.flats[0].gradient_views
         self.shown = [views.get(i) for i in range(len(parameters))]
@@ -171,6 +171,7 @@ class GradBuckets:
             [padding_of(each, flat.device) for each in of] for of, flat in zip(segments, self.flats, strict=True)
         ]
         self.sums = Sums(parts, padding, [each for of in parts[:shards] for each in of])
+        self._wholes = [[flat.gradients[bucket] for flat in self.flats] for bucket in range(len(self.buckets))]
         self._parts = [[of_device[bucket] for of_device in parts] for bucket in range(len(self.buckets))]
         self._nothing: list[list[torch.Tensor | None]] = [[None] * len(members) for members in self.members]
         self.norm = norm_of(self.sums, may_be_sparse=bool(self.sparse))
@@ -224,7 +225,11 @@ class GradBuckets:
         views = [self.flats[0].gradient_views[i] for i in self.members[bucket]]
         trace_contents("all_reduce", bucket, list(zip(self.names(bucket), views, strict=True)))
 
-    def add_ranks(self, bucket: int, index: int, columns: Columns, *, is_first: bool) -> None:
+    def set_aside(self, bucket: int) -> None:
+        """Keep the sums of a bucket, to which :meth:`add_devices` adds those that come; on the current streams."""
+        self._before[bucket] = [part.clone() for part in self._parts[bucket]]
+
+    def add_ranks(self, bucket: int, index: int, columns: Columns, *, goes_on: bool) -> None:
         """Sum a bucket over the ranks of a device, on its current stream.
 
         Of parameters in shards over several devices the sum has memory from now on until :meth:`add_devices`.
@@ -233,34 +238,31 @@ class GradBuckets:
             bucket: its number.
             index: of the device.
             columns: by rank its gradients of the bucket's parameters; the others add nothing.
-            is_first: this is all; otherwise it is added to the sums.
+            goes_on: they are added to those that the device has summed before.
         """
-        part, nothing = self._parts[bucket][index], self._nothing[bucket]
-        before = None if is_first else part.clone()
-        if self._are_absent:
-            restore_memory(self.flats[index].gradients[bucket], self._text_of(bucket))
+        nothing, whole = self._nothing[bucket], self._wholes[bucket][index]
+        before = whole.clone() if goes_on else None
+        if self._are_absent and not goes_on:
+            restore_memory(whole, self._text_of(bucket))
         ranks = self._replicas.ranks_of[index]
         self._rank_sums[bucket][index].add_up([column or nothing for column in map(columns.get, ranks)])
-        if before is None:
-            return
-        if self.has_devices:
-            self._before[bucket, index] = before
-        else:
-            part.add_(before)
+        if before is not None:
+            whole.add_(before)
 
     def add_devices(self, bucket: int) -> None:
         """Sum a bucket over the devices, on their current streams; in shards each device keeps its part."""
         parts = self._parts[bucket]
         try:
-            self._add_up_devices(bucket, parts if self._are_absent else ())
+            if self.has_devices:
+                self._add_up_devices(bucket, parts if self._are_absent else ())
         finally:
             self._drop(bucket)
-        for index, part in enumerate(parts):
+        for index, part in enumerate(parts if self._are_absent else ()):
             padding = self.sums.padding[index][bucket]
-            if self._are_absent and padding.numel():  # new memory is not zero
+            if padding.numel():  # new memory is not zero
                 part.index_fill_(0, padding, 0)
-            if (bucket, index) in self._before:
-                part.add_(self._before.pop((bucket, index)))
+        for part, before in zip(parts, self._before.pop(bucket, ()), strict=False):
+            part.add_(before)
 
     def drop(self) -> None:
         """Forget sums that were begun."""
@@ -270,8 +272,8 @@ class GradBuckets:
 
     def _drop(self, bucket: int) -> None:
         """Free the whole sums of a bucket in shards."""
-        for flat in self.flats if self._are_absent else ():
-            drop_memory(flat.gradients[bucket], self._text_of(bucket))
+        for whole in self._wholes[bucket] if self._are_absent else ():
+            drop_memory(whole, self._text_of(bucket))
 
     def _text_of(self, bucket: int) -> str:
         return f"the gradients of {self.names(bucket)[0]} have no memory now"

@@ -171,26 +171,28 @@ _NOTHING = (
 )
 
 
-def refuse(name: str, losses: Sequence[torch.Tensor], devices: Sequence[torch.device], processes: int) -> NoReturn:
+def refuse(
+    name: str, losses: Sequence[torch.Tensor | None], devices: Sequence[torch.device], processes: int
+) -> NoReturn:
     """Raise, for a summed gradient that is NaN or infinite; waits for the devices.
 
     Args:
         name: of the parameter.
-        losses: per rank, of the last call; one that is not finite says where it comes from.
+        losses: of the last call, per rank; ``None`` for one that does not count.  One that is not finite is told.
         devices: per rank of the team.
         processes: how many have added theirs.
 
     Raises:
-        FloatingPointError: names the parameter, and the rank as far as it is known.
+        FloatingPointError: names the parameter.
     """
-    guilty = [rank for rank, loss in enumerate(losses) if not bool(torch.isfinite(loss).all())]
-    if guilty or len(devices) == processes == 1:
-        rank = guilty[0] if guilty else 0
-        where = f" on rank {rank} (device {devices[rank]})"
-    elif processes > 1:
-        where = f" after the sum over {processes} processes, though the losses of this one are"
+    where = f" after the sum over {processes} processes" if processes > 1 else ""
+    if len(devices) == processes == 1:
+        where = f" on rank 0 (device {devices[0]})"
     else:
-        where = ", though the losses of all ranks are"
+        for rank, loss in enumerate(losses):
+            if loss is not None and not bool(torch.isfinite(loss).all()):
+                where += f", nor is the loss of rank {rank} (device {devices[rank]})"
+                break
     raise FloatingPointError(f"the gradient of {name} is not finite{where}; {_NOTHING}")
 
 

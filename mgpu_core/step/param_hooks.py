@@ -36,7 +36,7 @@ class ParameterHooks:
         self._rows = rows
         self.indices = [i for i, each in enumerate(rows[0]) if each._backward_hooks]
         self._hooks: dict[int, Any] = {i: rows[0][i]._backward_hooks for i in self.indices}
-        self._before = {i: rows[0][i].grad for i in self.indices}
+        self._before = {i: [row[i].grad for row in rows] for i in self.indices}
         for i in self.indices:
             rows[0][i]._backward_hooks = None
             for row in rows:
@@ -61,7 +61,9 @@ class ParameterHooks:
                     result = hook(total)
                     total = total if result is None else result
                 total = total / here
-            kept = self._before[i]
+            kept, *others = self._before[i]
+            for row, gradient in zip(self._rows[1:], others, strict=True):
+                row[i].grad = gradient
             param.grad = total if kept is None else kept if total is None else kept + total
 
     def give_back(self) -> None:

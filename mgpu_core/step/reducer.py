@@ -241,6 +241,8 @@ class Reducer(Gradients):
         self._ranks_on: list[int] = []  # per device, of such a backward
         self._taken: dict[tuple[int, int], Columns] = {}  # by bucket and device, until all of its ranks have theirs
         self._added: dict[int, set[int]] = {}  # by bucket whose sum has begun, the devices whose ranks are added up
+        self._held: set[int] = set()  # buckets that are summed after the backward
+        self._most_ranks = 0  # of the calls of a window
         self._summed: set[int] = set()
         self._used: set[int] = set()  # parameters of which a rank had a gradient
         self._leaves = [parameter for row in replicas.parameters for parameter in row]
@@ -276,13 +278,16 @@ class Reducer(Gradients):
     def begin(self, ranks: int, *, overlap: bool, goes_on: bool) -> None:
         super().begin(ranks, overlap=overlap, goes_on=goes_on)
         if not goes_on:
-            self._summed, self._used, self._taken, self._added = set(), set(), {}, {}
+            self._summed, self._used, self._taken, self._added, self._most_ranks = set(), set(), {}, {}, 0
         if self._has_streams:
             devices = self._replicas.team.devices
             self._side.starts(devices, caller_streams(devices))
         self._is_learning = True
+        self._held = set()
+        if self._most_ranks < ranks:
+            self._most_ranks = ranks
         if self.handles:
-            if overlap:
+            if overlap and ranks == self._most_ranks:  # others may have gradients of an earlier call
                 expected: list[float] = [*self._expected]
                 self._ranks_on = [sum(rank < ranks for rank in of) for of in self._replicas.ranks_of]
                 if self.hooks is not None:  # their buckets are not complete before the hooks are called
@@ -334,22 +339,24 @@ class Reducer(Gradients):
             if not missing[bucket]:
                 with in_step(self._whole_step):
                     self._complete(rank, bucket)
+            elif missing[bucket] < 0:  # a checkpoint makes gradients twice: the sum waits for the end, if it can
+                self._held.add(bucket)
 
     def _complete(self, rank: int, bucket: int) -> None:
         """Take a rank's gradients of a bucket, and add up what that makes complete: its device's, and all."""
         mark("ready", rank, self._replicas.team.devices[rank], bucket)
         index, gradients = self._device_of[rank], self._take(rank, bucket)
         with self._lock:
-            added = self._added.setdefault(bucket, set())
+            added = self._begun(bucket)
             columns = self._taken.setdefault((bucket, index), {})
             columns[rank] = gradients
-            if len(columns) < self._ranks_on[index]:
+            if len(columns) < self._ranks_on[index] or bucket in self._held:
                 return
             del self._taken[bucket, index]
         self._add_ranks(bucket, index, columns)
         with self._lock:
             added.add(index)
-            if len(added) < sum(map(bool, self._ranks_on)):
+            if len(added) < sum(map(bool, self._ranks_on)) or bucket in self._held:
                 return
         for other, count in enumerate(self._ranks_on):
             if not count:  # no rank of it has rows: its sum is zero
@@ -390,20 +397,20 @@ class Reducer(Gradients):
         buckets, taken = self.buckets, self._taken
         is_through = self._summed == buckets.numbers and not self._added
         is_through = is_through and set(map(type, map(_grad_of, self._leaves))) <= {NoneType}
-        for bucket in () if is_through else sorted(buckets.numbers):
+        for bucket in () if is_through else buckets.numbers:
             late = list(map(self._take, self._replicas.team.ranks, repeat(bucket)))
-            added: Collection[int] = self._added[bucket] if (is_open := bucket in self._added) else ()
-            while is_open or bucket not in self._summed or set(map(type, late)) != {NoneType}:
-                for index, ranks in enumerate(self._replicas.ranks_of):
-                    if index not in added:
-                        columns = taken.pop((bucket, index)) if (bucket, index) in taken else Columns()
-                        for rank in ranks:
-                            gradients = late[rank]
-                            if gradients is not None and rank not in columns:
-                                columns[rank], late[rank] = gradients, None
-                        self._add_ranks(bucket, index, columns)
-                self._add_devices(bucket)
-                is_open, added = False, ()
+            if bucket in self._summed and bucket not in self._added and set(map(type, late)) == {NoneType}:
+                continue
+            added = self._begun(bucket)
+            for index, ranks in enumerate(self._replicas.ranks_of):
+                columns = taken.pop((bucket, index)) if (bucket, index) in taken else Columns()
+                for rank in ranks:
+                    gradients = late[rank]
+                    if gradients is not None:
+                        columns[rank] = _sums_of(columns[rank], gradients) if rank in columns else gradients
+                if columns or index not in added:
+                    self._add_ranks(bucket, index, columns, goes_on=index in added)
+            self._add_devices(bucket)
         if buckets.sparse:
             used = super().used()
             with span("reduce"):
@@ -456,41 +463,50 @@ class Reducer(Gradients):
         self.register_hooks()
         self._rest()
 
-    def _add_ranks(self, bucket: int, index: int, columns: Columns) -> None:
+    def _begun(self, bucket: int) -> set[int]:
+        """Begin a sum, which is added to the one before, if there is one; return the devices whose ranks are in it."""
+        if bucket not in self._added:
+            if bucket in self._summed:
+                processes = self.buckets.processes
+                if processes is not None and processes.has_begun(bucket):
+                    raise RuntimeError(
+                        f"gradients of {', '.join(self.buckets.names(bucket))} came when their sum over the processes "
+                        "had begun: a reentrant torch.utils.checkpoint makes them twice; use_reentrant=False does not"
+                    )
+                with self._side.entered():
+                    self.buckets.set_aside(bucket)
+            self._added[bucket] = set()
+        return self._added[bucket]
+
+    def _add_ranks(self, bucket: int, index: int, columns: Columns, *, goes_on: bool = False) -> None:
         """Sum a bucket over the ranks of a device; on a GPU on its side stream.
 
         Args:
             bucket: its number.
             index: of the device.
             columns: by rank its gradients of the bucket's parameters.
+            goes_on: they are added to those of the device that are in this sum.
         """
-        is_first, processes = bucket not in self._summed, self.communication.processes
-        if not is_first and processes is not None and processes.has_begun(bucket):
-            raise RuntimeError(
-                f"gradients of {', '.join(self.buckets.names(bucket))} came when their sum over the processes had "
-                "begun: a reentrant torch.utils.checkpoint makes them twice; use_reentrant=False does not"
-            )
         if not self._has_streams and tracer.sink is None:
-            self.buckets.add_ranks(bucket, index, columns, is_first=is_first)
+            self.buckets.add_ranks(bucket, index, columns, goes_on=goes_on)
             return
         device = self._replicas.devices[index]
         self._side.let_go(device)
         with span(self._collective, ALL_RANKS, None, bucket), self._side.after_ranks(device):
-            self.buckets.add_ranks(bucket, index, columns, is_first=is_first)
+            self.buckets.add_ranks(bucket, index, columns, goes_on=goes_on)
             self._side.keep(device, columns)
 
     def _add_devices(self, bucket: int) -> None:
         """Sum a bucket over the devices, each of which has the sum over its ranks; on GPUs on their side streams."""
         if tracer.recording is not None:
             self.buckets.tell(bucket)
-        if self.buckets.has_devices:
+        if self.buckets.has_devices or bucket in self._summed:
             with span(self._collective, ALL_RANKS, None, bucket), self._side.entered():
                 self.buckets.add_devices(bucket)
         if self.buckets.processes is not None:
             self.buckets.processes.put(bucket)
         self._summed |= {bucket}
-        if bucket in self._added:
-            del self._added[bucket]
+        del self._added[bucket]
 
     def _sum_sparse(self, i: int) -> torch.Tensor:
         parts = [row[i].grad for row in self._replicas.parameters]
@@ -507,6 +523,13 @@ def _remove_all(handles: dict[tuple[int, int], torch.utils.hooks.RemovableHandle
     for handle in handles.values():
         handle.remove()
     handles.clear()
+
+
+def _sums_of(one: list[torch.Tensor | None] | None, other: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Return the sums of a rank's gradients that came twice."""
+    if one is None:
+        return other
+    return [b if a is None else a if b is None else a + b for a, b in zip(one, other, strict=True)]
 
 
 def _is_sparse(gradient: torch.Tensor | None) -> bool:

@@ -182,7 +182,9 @@ class Update:
                 i = gradients.not_finite()
                 if i is not None:
                     count = 1 if self._processes is None else self._processes.count
-                    values = [loss.value for loss in losses]
+                    are_ranks = options.loss_on == "ranks"
+                    counts = [are_ranks and (loss.weight is None or bool(loss.weight)) for loss in losses]
+                    values = [loss.value if is_in else None for loss, is_in in zip(losses, counts, strict=True)]
                     refuse(self.replicas.names[i], values, self.replicas.team.devices, count)
             if clip_norm is not None and is_flat:
                 factor = factor_of(factor, norm, clip_norm)

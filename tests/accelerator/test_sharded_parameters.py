@@ -715,9 +715,12 @@ def test_edits_count_at_the_end_of_a_step(end, inside):
             assert step.module.last.bias.tolist() == [7, 7]
 
 
-def test_gradients_of_the_user_s_own_in_a_window_do_not_count():
+@pytest.mark.parametrize("is_hooked", [False, True])
+def test_gradients_of_the_user_s_own_in_a_window_do_not_count(is_hooked):
     steps = pair(accumulate=2)
     for step in steps:
+        if is_hooked:
+            step.module.blocks[1].up.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
         step(*batch(0))
         with step.full_parameters() as net:
             x, y = (tensor.to("fake:0") for tensor in batch(1))

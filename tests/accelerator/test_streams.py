@@ -173,6 +173,22 @@ def test_gradients_are_let_go_when_who_computes_has_waited_for_their_sum(monkeyp
     assert has_waited(now, sums), "in the end, too"
 
 
+def test_nobody_waits_for_sums_of_a_capture_that_are_not_in_it():
+    """CUDA refuses a wait for a stream that has not waited for a stream of the capture."""
+    net = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)]).to("fake:0")
+    step = TrainStep(net, mse, SGD(net.parameters(), lr=0.1), ["fake:0"] * 2, workers="caller", bucket_nbytes=1)
+    batch = [torch.ones(6, 4, device="cpu")] * 2
+    step(*batch)
+    own, side = streams.CaptureStream(0), id_of(streams.own_stream("sums of a capture", 0))
+    for _ in range(2):
+        waits()
+        with streams.on(torch.device("fake:0"), own.stream):
+            step(*batch)
+        found = waits()
+        assert (id_of(own.stream), side) in found
+        assert found.index((side, id_of(own.stream))) < found.index((id_of(own.stream), side))
+
+
 def test_blocks_in_shards_are_filled_beside_the_computing(monkeypatch):
     """While a block computes, the next one is filled; the stream that computes waits for its own block alone."""
     net = nn.Sequential(nn.Linear(8, 8), nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]), nn.Linear(8, 8))

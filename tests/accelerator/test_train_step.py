@@ -11,6 +11,7 @@ from step.adversaries import Adversaries
 from step.nets import Branches, Constrained, Linear, Pair, batches, mse
 from torch import nn
 from torch.optim import SGD, AdamW
+from torch.utils.checkpoint import checkpoint
 
 from mgpu_core import Error, TrainStep, comm
 
@@ -489,6 +490,40 @@ def test_a_hook_takes_the_place_of_the_all_reduce():
     step.register_comm_hook(None)
     step(numbers(6, 3), numbers(6, 2))
     assert len(seen) == 4
+
+
+def test_a_hook_gets_whole_buckets_where_a_checkpoint_makes_gradients_twice():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.shared = nn.Linear(3, 3), nn.Linear(3, 3, bias=False)
+
+        def forward(self, x):
+            x = self.first(x)
+            for _ in range(2):
+                x = torch.tanh(checkpoint(self.shared, x, use_reentrant=True))
+            return x
+
+    net, seen = Twice().double(), []
+    alone = copy.deepcopy(net).to("fake:0")
+    step = step_of(net, FAKES, bucket_nbytes=1, workers="caller")
+    batch = [torch.randn(6, 3, dtype=torch.float64, device="cpu") for _ in range(2)]
+
+    def hook(bucket):
+        seen.append(tuple(bucket.parameters))
+        comm.all_reduce(bucket.tensors)
+
+    step.register_comm_hook(hook)
+    for _ in range(2):
+        alone.zero_grad()
+        mse(alone(batch[0].to("fake:0")), batch[1].to("fake:0")).backward()
+        with torch.no_grad():
+            for param in alone.parameters():
+                param -= 0.5 * param.grad
+        step(*batch)
+        for mine, theirs in zip(net.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=0, atol=1e-12)
+    assert len(seen) == 2 * len(set(seen)) == 6
 
 
 def test_gradients_travel_in_comm_dtype():

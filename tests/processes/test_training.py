@@ -12,6 +12,7 @@ from step.nets import Branches, Linear, batches, mse
 from torch import nn
 from torch.distributed import group
 from torch.optim import SGD, AdamW
+from torch.utils.checkpoint import checkpoint
 
 from mgpu_core import TrainStep
 
@@ -97,6 +98,43 @@ def test_accumulated_and_clipped():
     found = run(train_branches, 2, "momentum", 2, [12, 7, 9, 5], settings)
     assert far(found[0][0], train_alone(2, "momentum", [12, 7, 9, 5], **settings)) < 1e-9
     assert found[1][2] == 10
+
+
+class Twice(nn.Module):
+    """A layer in two checkpoints, whose gradients come twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.shared, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x):
+        x = self.first(x)
+        for _ in range(2):
+            x = torch.tanh(checkpoint(self.shared, x, use_reentrant=True))
+        return self.last(x)
+
+
+def train_windows(process, processes, makes_twice, counts):
+    """Two calls for an update, the last ones with fewer rows than ranks."""
+    torch.manual_seed(3)
+    net = (Twice() if makes_twice else nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))).double()
+    alone = copy.deepcopy(net)
+    step = step_of(net, mse, SGD(net.parameters(), lr=0.1), 3, accumulate=2, bucket_nbytes=1, workers="caller")
+    optimizer = SGD(alone.parameters(), lr=0.1)
+    rows = [sum(counts[i : i + 2]) for i in range(0, len(counts), 2)]
+    for i, count in enumerate(counts):
+        x, y = torch.randn(count * processes, 4).double(), torch.randn(count * processes, 1).double()
+        step(rows_of(process, processes, x), rows_of(process, processes, y))
+        (mse(alone(x), y) * (count / rows[i // 2])).backward()
+        if i % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return far(values_of(net), values_of(alone))
+
+
+@pytest.mark.parametrize("makes_twice", [False, True])
+def test_windows_whose_last_call_has_fewer_rows_than_ranks(makes_twice):
+    assert max(run(train_windows, 2, makes_twice, (6, 6, 6, 2, 3, 1))) < 1e-12
 
 
 def reduced(process, reduction):

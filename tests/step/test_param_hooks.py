@@ -65,6 +65,24 @@ def assert_same(net, other):
         assert torch.allclose(one.detach().cpu(), two.detach().cpu(), rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_hook_that_comes_between_two_calls_of_a_window(kind):
+    """The gradients of the calls before, of all ranks, count as they are."""
+    net, other = net_of(), net_of()
+    step = TrainStep(net, F.cross_entropy, OPTIMIZERS[kind](net.parameters(), lr=0.3), cpu(3), accumulate=2)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.3)
+    for index, (x, y) in enumerate(batches(6)):
+        if index == 3:
+            for each in (net, other):
+                each[0].weight.register_hook(lambda grad: grad * 2)
+        step(x, y)
+        (F.cross_entropy(other(x), y) / 2).backward()
+        if index % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(net, other)
+
+
 def test_a_checkpoint_that_makes_gradients_twice_is_not_summed_before_the_hook():
     """One gradient more than there are leaves, in a bucket whose gradients are counted."""
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mgpu_core import TrainStep, optim
+from mgpu_core import Pipeline, TrainStep, optim
 from mgpu_core.step.grad_buckets import GradBuckets
 from mgpu_core.step.optimizer_step import OptimizerStep
 
@@ -89,7 +89,7 @@ EXPECTED = {
     "loss": (Boom, "in the loss"),
     "shape": (ValueError, "the loss must be one number"),
     "backward": (Boom, "in backward"),
-    "nan": (FloatingPointError, "not finite on rank"),
+    "nan": (FloatingPointError, "is not finite"),
     "interrupt": (KeyboardInterrupt, None),
 }
 
@@ -146,6 +146,36 @@ def test_a_failure_drops_what_was_accumulated(ranks):
         each(x, y)
         each(x, y)
     assert_same(state_of(step), state_of(other))
+
+
+@pytest.mark.parametrize(
+    ("way", "text"),
+    [
+        ("ranks", r"is not finite, nor is the loss of rank 2 \(device cpu\); nothing"),
+        ("gathered", "weight is not finite; nothing was updated"),
+        ("window", "weight is not finite; nothing was updated"),
+        ("ignored", r"is not finite, nor is the loss of rank 0 \(device cpu\); nothing"),
+        ("pipeline", r"weight is not finite on rank 0 \(device cpu\); nothing"),
+    ],
+)
+def test_the_error_says_what_is_known_of_where_a_nan_comes_from(way, text):
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)).to("cpu")
+    x, y = torch.zeros(9, 4, device="cpu"), torch.zeros(9, 3, device="cpu")
+    y[8] = float("nan")
+    loss_fn, settings = nn.functional.mse_loss, {}
+    if way == "ignored":  # the loss of the last rank is 0 / 0, and counts nothing
+        x[0], y = float("nan"), torch.tensor([0, 1, 2] * 2 + [-100] * 3, device="cpu")
+        loss_fn = nn.CrossEntropyLoss()
+    elif way in ("gathered", "window"):
+        settings = {"loss_on": "gathered"} if way == "gathered" else {"accumulate": 2}
+    module = Pipeline(net, ["cpu"] * 2, chunks=4) if way == "pipeline" else net
+    devices = None if way == "pipeline" else ["cpu"] * 3
+    step = TrainStep(module, loss_fn, SGD(net.parameters(), lr=0.1), devices, **settings)
+    if way == "window":
+        step(x, y)
+        y = torch.zeros_like(y)
+    with pytest.raises(FloatingPointError, match=text):
+        step(x, y)
 
 
 @pytest.mark.several_ranks

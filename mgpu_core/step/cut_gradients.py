@@ -51,7 +51,7 @@ class CutGradients(Reducer):
 
     def _add_ranks(self, bucket: int, index: int, columns: Columns, *, goes_on: bool = False) -> None:
         for gradients in columns.values():
-            for i, gradient in zip(self.buckets.members[bucket], gradients or (), strict=False):
+            for i, gradient in zip(self.buckets.members[bucket], gradients, strict=True):
                 if gradient is not None and gradient.layout is not torch.strided:
                     raise TypeError(
                         f"the gradient of {self._replicas.names[i]} is sparse, and the kernels update whole buffers: "

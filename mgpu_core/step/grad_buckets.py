@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import TypeAlias
 
 import torch
@@ -33,7 +34,7 @@ from mgpu_core.step.shards import Shards
 
 __all__ = ["BackwardOrder", "Columns", "CommHook", "Communication", "GradBuckets", "GradientBucket"]
 
-Columns: TypeAlias = dict[int, list[torch.Tensor | None] | None]
+Columns: TypeAlias = dict[int, list[torch.Tensor | None]]
 
 
 @dataclass(eq=False)
@@ -123,6 +124,7 @@ class GradBuckets:
         members: per bucket its parameters.
         leaves: the same by bucket and rank, as Parameters.
         bucket_of: by parameter the number of its bucket.
+        nothing: per bucket the gradients of a rank that adds none.
         left_out: parameters that are not the step's yet, which a later update may have to adopt.
         sparse: parameters outside the buckets, whose gradients are sparse.
         flats: per device the flat values, and the sums of the gradients.
@@ -173,7 +175,7 @@ class GradBuckets:
         self.sums = Sums(parts, padding, [each for of in parts[:shards] for each in of])
         self._wholes = [[flat.gradients[bucket] for flat in self.flats] for bucket in range(len(self.buckets))]
         self._parts = [[of_device[bucket] for of_device in parts] for bucket in range(len(self.buckets))]
-        self._nothing: list[list[torch.Tensor | None]] = [[None] * len(members) for members in self.members]
+        self.nothing: list[list[torch.Tensor | None]] = [[None] * len(members) for members in self.members]
         self.norm = norm_of(self.sums, may_be_sparse=bool(self.sparse))
         self._rank_sums = [[self._sums_on(index, members) for index in range(len(parts))] for members in self.members]
         if processes is not None:
@@ -240,12 +242,12 @@ class GradBuckets:
             columns: by rank its gradients of the bucket's parameters; the others add nothing.
             goes_on: they are added to those that the device has summed before.
         """
-        nothing, whole = self._nothing[bucket], self._wholes[bucket][index]
+        whole = self._wholes[bucket][index]
         before = whole.clone() if goes_on else None
         if self._are_absent and not goes_on:
             restore_memory(whole, self._text_of(bucket))
         ranks = self._replicas.ranks_of[index]
-        self._rank_sums[bucket][index].add_up([column or nothing for column in map(columns.get, ranks)])
+        self._rank_sums[bucket][index].add_up(list(map(columns.get, ranks, repeat(self.nothing[bucket]))))
         if before is not None:
             whole.add_(before)
 

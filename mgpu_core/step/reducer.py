@@ -349,7 +349,7 @@ class Reducer(Gradients):
         with self._lock:
             added = self._begun(bucket)
             columns = self._taken.setdefault((bucket, index), {})
-            columns[rank] = gradients
+            columns[rank] = gradients or self.buckets.nothing[bucket]
             if len(columns) < self._ranks_on[index] or bucket in self._held:
                 return
             del self._taken[bucket, index]
@@ -401,7 +401,7 @@ class Reducer(Gradients):
             late = list(map(self._take, self._replicas.team.ranks, repeat(bucket)))
             if bucket in self._summed and bucket not in self._added and set(map(type, late)) == {NoneType}:
                 continue
-            added = self._begun(bucket)
+            added = self._begun(bucket) if bucket in self._summed or bucket in self._added else ()
             for index, ranks in enumerate(self._replicas.ranks_of):
                 columns = taken.pop((bucket, index)) if (bucket, index) in taken else Columns()
                 for rank in ranks:
@@ -506,7 +506,8 @@ class Reducer(Gradients):
         if self.buckets.processes is not None:
             self.buckets.processes.put(bucket)
         self._summed |= {bucket}
-        del self._added[bucket]
+        if bucket in self._added:
+            del self._added[bucket]
 
     def _sum_sparse(self, i: int) -> torch.Tensor:
         parts = [row[i].grad for row in self._replicas.parameters]
@@ -525,10 +526,8 @@ def _remove_all(handles: dict[tuple[int, int], torch.utils.hooks.RemovableHandle
     handles.clear()
 
 
-def _sums_of(one: list[torch.Tensor | None] | None, other: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+def _sums_of(one: list[torch.Tensor | None], other: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
     """Return the sums of a rank's gradients that came twice."""
-    if one is None:
-        return other
     return [b if a is None else a if b is None else a + b for a, b in zip(one, other, strict=True)]
 
 

@@ -46,6 +46,7 @@ from mgpu_core.step.param_hooks import ParameterHooks
 from mgpu_core.step.replicas import GradientHook, Replicas
 from mgpu_core.step.rollback import uninterrupted
 from mgpu_core.step.shards import Shards
+from mgpu_core.support.null_context import NULL_CONTEXT
 from mgpu_core.trace import tracer
 from mgpu_core.trace.events import ALL_RANKS
 from mgpu_core.trace.tracer import current_step, in_step, mark, span
@@ -500,8 +501,10 @@ class Reducer(Gradients):
         """Sum a bucket over the devices, each of which has the sum over its ranks; on GPUs on their side streams."""
         if tracer.recording is not None:
             self.buckets.tell(bucket)
-        if self.buckets.has_devices or bucket in self._summed:
-            with span(self._collective, ALL_RANKS, None, bucket), self._side.entered():
+        has_devices = self.buckets.has_devices
+        if has_devices or bucket in self._summed:
+            whole = span(self._collective, ALL_RANKS, None, bucket) if has_devices else NULL_CONTEXT
+            with whole, self._side.entered():
                 self.buckets.add_devices(bucket)
         if self.buckets.processes is not None:
             self.buckets.processes.put(bucket)

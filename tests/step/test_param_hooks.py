@@ -100,13 +100,12 @@ def test_a_checkpoint_that_makes_gradients_twice_is_not_summed_before_the_hook()
     nets = []
     for _ in range(2):
         torch.manual_seed(0)
-        nets.append(Twice().double())
+        nets.append(Twice().double().to(cpu(1)[0]))
         nets[-1].shared.weight.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
     net, other = nets
-    step = TrainStep(net, F.cross_entropy, optim.SGD(net.parameters(), lr=0.3), ["cpu"] * 3, bucket_nbytes=1)
+    step = TrainStep(net, F.cross_entropy, optim.SGD(net.parameters(), lr=0.3), cpu(3), bucket_nbytes=1)
     optimizer = torch.optim.SGD(other.parameters(), lr=0.3)
     for x, y in batches():
-        x, y = x.cpu(), y.cpu()
         step(x, y)
         optimizer.zero_grad()
         # A reentrant checkpoint calls the hook on each of its two gradients, which a step sees as one sum.

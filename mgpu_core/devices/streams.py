@@ -147,7 +147,6 @@ class SideStreams:
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
-        self._devices = devices
         self._computing: dict[torch.device, list[torch.Stream]] = {}
         self._summing: dict[torch.device, torch.Stream] = {}
         self._kept: dict[torch.device, deque[tuple[torch.Event, object]]] = {device: deque() for device in devices}

@@ -16,7 +16,7 @@ import torch
 
 from mgpu_core.step.grad_buckets import Columns, Communication
 from mgpu_core.step.ranks import Ranks
-from mgpu_core.step.reducer import Gradients, OwnGradients, Reducer, Updated, Weight
+from mgpu_core.step.reducer import Gradients, OwnGradients, Reducer
 
 __all__ = ["CutGradients", "gradients_of"]
 
@@ -62,16 +62,6 @@ class CutGradients(Reducer):
     def set_aside(self) -> None:
         """Add the gradients of a call to the parts, before the next one of the window."""
         self.sum_the_rest()
-
-    def finish(self, weight: Weight, updated: Updated) -> tuple[list[bool], Weight]:
-        self._replicas.settle()  # a forward may have assigned `parameter.data`
-        self.sum_the_rest()
-        used, processes = self.used(), self.communication.processes
-        if processes is not None:
-            for message in range(len(self.buckets.sums.every_sum)):
-                processes.put(message)
-            weight, used = processes.finish(weight, used)
-        return used, weight
 
     def show(self, used: Sequence[bool]) -> None:
         self.clear()  # no device has a whole one

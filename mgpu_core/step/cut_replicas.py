@@ -50,7 +50,7 @@ class CutReplicas(Replicas):
         host, first = torch.empty(0, device="cpu"), team.devices[0]
         fits = torch._has_compatible_shallow_copy_type(torch.empty(0, device=first), host)
         self.host = host.device if fits else first
-        shards.leaves = self._all
+        shards.leaves = self.leaves
 
     def _add_rows(self) -> None:
         cut, first = self._shards.cut, self.team.devices[0]

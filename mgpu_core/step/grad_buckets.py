@@ -28,7 +28,7 @@ from mgpu_core.optim.bucket_layout import Bucket, bucket_layout, shard_of
 from mgpu_core.optim.flat_buffers import FlatTensors, padding_of, part_of
 from mgpu_core.step.grad_clip import Sums, is_finite, norm_of
 from mgpu_core.step.options import Options
-from mgpu_core.step.process_sums import ProcessSums
+from mgpu_core.step.process_sums import ProcessSums, Weight
 from mgpu_core.step.replicas import Replicas
 from mgpu_core.step.shards import Shards
 
@@ -161,23 +161,17 @@ class GradBuckets:
         self._before: dict[int, list[torch.Tensor]] = {}  # sums to which others are added, by bucket and part
         self.members = [[each.parameter for each in bucket.segments] for bucket in self.buckets]
         self.leaves = [[[row[i] for i in members] for row in replicas.parameters] for members in self.members]
-        self.numbers = dict.fromkeys(range(len(self.buckets))).keys()
+        self.numbers = dict.fromkeys(range(len(self.buckets))).keys()  # a set that has an order
         self.bucket_of = {i: number for number, members in enumerate(self.members) for i in members}
         views = self.flats[0].gradient_views
         self.shown = [views.get(i) for i in range(len(parameters))]
-        parts = [flat.parts_of_gradients(index, shards) for index, flat in enumerate(self.flats)]
-        segments = [
-            [shard_of(bucket, index % shards, shards) for bucket in self.buckets] for index in range(len(parts))
-        ]
-        padding = [
-            [padding_of(each, flat.device) for each in of] for of, flat in zip(segments, self.flats, strict=True)
-        ]
-        self.sums = Sums(parts, padding, [each for of in parts[:shards] for each in of])
+        self.sums = _sums_in(self.flats, self.buckets, shards)
         self._wholes = [[flat.gradients[bucket] for flat in self.flats] for bucket in range(len(self.buckets))]
-        self._parts = [[of_device[bucket] for of_device in parts] for bucket in range(len(self.buckets))]
+        self._parts = [[of_device[bucket] for of_device in self.sums.parts] for bucket in range(len(self.buckets))]
         self.nothing: list[list[torch.Tensor | None]] = [[None] * len(members) for members in self.members]
         self.norm = norm_of(self.sums, may_be_sparse=bool(self.sparse))
-        self._rank_sums = [[self._sums_on(index, members) for index in range(len(parts))] for members in self.members]
+        devices = range(len(self.flats))
+        self._rank_sums = [[self._sums_on(index, members) for index in devices] for members in self.members]
         if processes is not None:
             messages = self.sums.every_sum if self._is_cut else self.flats[0].gradients
             processes.use(messages, communication.options.comm_dtype)
@@ -309,11 +303,26 @@ class GradBuckets:
         for index, part in enumerate(parts):
             part.copy_(part_of(tensors[index], index, communication.shards))
 
-    def spread(self) -> None:
-        """Copy the sums over the processes, which the first device has, to the others."""
+    def finish_processes(
+        self, processes: ProcessSums, weight: Weight, used: Sequence[bool]
+    ) -> tuple[Weight, list[bool]]:
+        """Finish the sums over processes, and bring them to all devices; those of parts begin here.
+
+        Args:
+            processes: sums the messages.
+            weight: of this process's gradients.
+            used: per parameter whether a rank of this process used it.
+
+        Returns:
+            Both for all processes.
+        """
+        for message in range(len(self.sums.every_sum)) if self._is_cut else ():
+            processes.put(message)
+        totals = processes.finish(weight, used)
         first, *others = [flat.gradients for flat in self.flats]
-        if others:
+        if others and not self._is_cut:
             dispatch.broadcast_into(first, [list(each) for each in zip(*others, strict=True)])
+        return totals
 
 
 def _buckets_of(
@@ -328,3 +337,13 @@ def _buckets_of(
         limit_nbytes,
         shards,
     )
+
+
+def _sums_in(flats: Sequence[FlatTensors], buckets: Sequence[Bucket], shards: int) -> Sums:
+    """Return the sums of gradients in the flat memory of each device."""
+    parts = [flat.parts_of_gradients(index, shards) for index, flat in enumerate(flats)]
+    padding = [
+        [padding_of(shard_of(bucket, index % shards, shards), flat.device) for bucket in buckets]
+        for index, flat in enumerate(flats)
+    ]
+    return Sums(parts, padding, [each for of in parts[:shards] for each in of])

@@ -138,8 +138,7 @@ def are_finite(sums: Sums) -> bool:
 
     For sums whose norm is not finite: one number makes it so; one that only overflows is looked into for nothing.
     """
-    totals = [*sums.every_sum, *map(_values, sums.sparse.values())]
-    return all(bool(torch.isfinite(total).all()) for total in totals)
+    return all(map(is_finite, [*sums.every_sum, *sums.sparse.values()]))
 
 
 def overflow_of(sums: Sums) -> torch.Tensor:
@@ -190,7 +189,7 @@ def refuse(
         where = f" on rank 0 (device {devices[0]})"
     else:
         for rank, loss in enumerate(losses):
-            if loss is not None and not bool(torch.isfinite(loss).all()):
+            if loss is not None and not is_finite(loss):
                 where += f", nor is the loss of rank {rank} (device {devices[rank]})"
                 break
     raise FloatingPointError(f"the gradient of {name} is not finite{where}; {_NOTHING}")

@@ -68,7 +68,10 @@ class BlockBuffer:
         self._lock = threading.Lock()
 
     def hold(self, holder: int, *, ahead: bool) -> None:
-        """Fill it, unless somebody holds it; the current stream waits for that, unless it is ``ahead`` of its use."""
+        """Fill the buckets, unless another rank has, and keep them for this one.
+
+        The current stream waits for the copies; ``ahead`` of their use it does not.
+        """
         with self._lock:
             if not self._holders:
                 with NULL_CONTEXT if tracer.sink is None else span("fill", device=self._device):
@@ -80,7 +83,7 @@ class BlockBuffer:
             self._wait(self._copied)
 
     def let_go(self, holder: int) -> None:
-        """Free it, if nobody else holds it."""
+        """Free the buckets, if no other rank of the device keeps them."""
         with self._lock:
             self._holders.discard(holder)
             if not self._holders:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import distributed
@@ -33,7 +33,9 @@ from mgpu_core.trees.module_tree import parameters_of
 if TYPE_CHECKING:  # a torch built without it has none
     from torch.distributed import ProcessGroup, Work
 
-__all__ = ["ProcessSums"]
+__all__ = ["ProcessSums", "Weight"]
+
+Weight: TypeAlias = float | torch.Tensor
 
 _SLICE = timedelta(seconds=0.2)  # how long Ctrl-C may have to wait
 
@@ -130,7 +132,7 @@ class ProcessSums:
         """Return whether the sum of a bucket has begun."""
         return bucket < self._next
 
-    def finish(self, weight: float | torch.Tensor, used: Sequence[bool]) -> tuple[float, list[bool]]:
+    def finish(self, weight: Weight, used: Sequence[bool]) -> tuple[float, list[bool]]:
         """Wait for the sums of all buckets.
 
         Args:

@@ -43,6 +43,7 @@ from mgpu_core.optim.flat_buffers import in_memory_order
 from mgpu_core.step.grad_buckets import BackwardOrder, Columns, Communication, GradBuckets
 from mgpu_core.step.grad_clip import GradientNorm, Sums, is_finite
 from mgpu_core.step.param_hooks import ParameterHooks
+from mgpu_core.step.process_sums import Weight
 from mgpu_core.step.replicas import GradientHook, Replicas
 from mgpu_core.step.rollback import uninterrupted
 from mgpu_core.step.shards import Shards
@@ -53,7 +54,6 @@ from mgpu_core.trace.tracer import current_step, in_step, mark, span
 
 __all__ = ["Gradients", "OwnGradients", "Reducer"]
 
-Weight: TypeAlias = float | torch.Tensor
 Updated: TypeAlias = Callable[[], Collection[int]]
 
 _set_grad = torch.Tensor.grad.__set__  # type: ignore[union-attr]
@@ -246,8 +246,7 @@ class Reducer(Gradients):
         self._most_ranks = 0  # of the calls of a window
         self._summed: set[int] = set()
         self._used: set[int] = set()  # parameters of which a rank had a gradient
-        self._leaves = [parameter for row in replicas.parameters for parameter in row]
-        self._numbers = range(len(replicas.own))
+        self._indices = range(len(replicas.own))
         self._side = SideStreams(replicas.devices)
         self._has_streams = any(device.type != "cpu" for device in replicas.devices)
         self.register_hooks()
@@ -348,7 +347,7 @@ class Reducer(Gradients):
         mark("ready", rank, self._replicas.team.devices[rank], bucket)
         index, gradients = self._device_of[rank], self._take(rank, bucket)
         with self._lock:
-            added = self._begun(bucket)
+            added = self._begin_sum(bucket)
             columns = self._taken.setdefault((bucket, index), {})
             columns[rank] = gradients or self.buckets.nothing[bucket]
             if len(columns) < self._ranks_on[index] or bucket in self._held:
@@ -365,7 +364,7 @@ class Reducer(Gradients):
         self._add_devices(bucket)
 
     def _take(self, rank: int, bucket: int) -> list[torch.Tensor | None] | None:
-        """Take a rank's gradients of a bucket away from its parameters; ``None``: there are none."""
+        """Take a rank's gradients of a bucket away from its parameters, and return them, or ``None`` if it has none."""
         members, leaves = self.buckets.members[bucket], self.buckets.leaves[bucket][rank]
         gradients: list[torch.Tensor | None] = list(map(_grad_of, leaves))
         kinds = set(map(type, gradients))
@@ -383,26 +382,25 @@ class Reducer(Gradients):
         if self.buckets.is_empty:
             self._lay_out(updated())
         self.sum_the_rest()
-        used, processes = self.used(), self.communication.processes
-        if processes is not None:
-            weight, used = processes.finish(weight, used)
-            self.buckets.spread()
+        used = self.used()
+        if self.communication.processes is not None:
+            weight, used = self.buckets.finish_processes(self.communication.processes, weight, used)
         return used, weight
 
     def used(self) -> list[bool]:
         """Return per parameter whether any rank had a gradient of it, after the sums."""
-        return list(map(self._used.__contains__, self._numbers))
+        return list(map(self._used.__contains__, self._indices))
 
     def sum_the_rest(self) -> None:
         """Sum the buckets that are not summed yet, and add gradients that came again, or later than counted."""
         buckets, taken = self.buckets, self._taken
         is_through = self._summed == buckets.numbers and not self._added
-        is_through = is_through and set(map(type, map(_grad_of, self._leaves))) <= {NoneType}
+        is_through = is_through and set(map(type, map(_grad_of, self._replicas.leaves))) <= {NoneType}
         for bucket in () if is_through else buckets.numbers:
             late = list(map(self._take, self._replicas.team.ranks, repeat(bucket)))
             if bucket in self._summed and bucket not in self._added and set(map(type, late)) == {NoneType}:
                 continue
-            added = self._begun(bucket) if bucket in self._summed or bucket in self._added else ()
+            added = self._begin_sum(bucket)
             for index, ranks in enumerate(self._replicas.ranks_of):
                 columns = taken.pop((bucket, index)) if (bucket, index) in taken else Columns()
                 for rank in ranks:
@@ -464,7 +462,7 @@ class Reducer(Gradients):
         self.register_hooks()
         self._rest()
 
-    def _begun(self, bucket: int) -> set[int]:
+    def _begin_sum(self, bucket: int) -> set[int]:
         """Begin a sum, which is added to the one before, if there is one; return the devices whose ranks are in it."""
         if bucket not in self._added:
             if bucket in self._summed:
@@ -509,8 +507,7 @@ class Reducer(Gradients):
         if self.buckets.processes is not None:
             self.buckets.processes.put(bucket)
         self._summed |= {bucket}
-        if bucket in self._added:
-            del self._added[bucket]
+        del self._added[bucket]
 
     def _sum_sparse(self, i: int) -> torch.Tensor:
         parts = [row[i].grad for row in self._replicas.parameters]

@@ -45,6 +45,7 @@ class Replicas:
         names: of the parameters, in the order in which torch finds them.
         parameters: ``parameters[rank][i]``; row 0 holds the user's own.
         own: that row.
+        leaves: those of all rows, one after the other.
         devices: each device of the team once, in the order of ranks.
         ranks_of: per device its ranks.
         is_mixed: whether there are devices of several kinds.
@@ -84,8 +85,8 @@ class Replicas:
         self._adopted: frozenset[int] = frozenset()  # parameters whose memory is the step's
         self._flats: dict[int, FlatTensors] = {}  # of each device, that memory
         self._ends: dict[int, Any] = {}  # on the first device, where the parameters lie in it
-        self._all = [parameter for row in self.parameters for parameter in row]
-        self._memory = self._look(self._all)
+        self.leaves = [parameter for row in self.parameters for parameter in row]
+        self._memory = self._look(self.leaves)
         holders.add(self)
         self._kinds = list(map(_kind_of, params))
 
@@ -104,7 +105,7 @@ class Replicas:
     @property
     def held(self) -> Sequence[torch.Tensor]:
         """Return the parameters of all ranks."""
-        return self._all
+        return self.leaves
 
     def are_those_of(self, tree: ModuleTree) -> bool:
         """Return whether the module still has these parameters, each of the shape, dtype and device that it had."""
@@ -120,7 +121,7 @@ class Replicas:
         """
         self.settle()
         first, *rows = self.parameters
-        if any(map(_attributes_of, self._all)):
+        if any(map(_attributes_of, self.leaves)):
             for row in rows:
                 give_attributes(first, row)
         for row in rows:
@@ -141,7 +142,7 @@ class Replicas:
         Raises:
             RuntimeError: a parameter has another shape, dtype or device.
         """
-        now = self._look(self._all)
+        now = self._look(self.leaves)
         if now == self._memory:
             return False
         moved = sorted({i % len(self._kinds) for i in moved_between(now, self._memory)})
@@ -153,7 +154,7 @@ class Replicas:
             self._take_back(i)
         self.send_values(moved)
         self.moves += not self._adopted.issuperset(moved)
-        self._memory = self._look(self._all)
+        self._memory = self._look(self.leaves)
         return True
 
     @torch.no_grad()
@@ -235,7 +236,7 @@ class Replicas:
                 values.show_to(self.parameters[rank], indices)
         self._adopted, self._flats = frozenset(indices), dict(enumerate(flats))
         self._ends = {i: memory_of([view]) for i, view in flats[0].value_views.items()}
-        self._memory = self._look(self._all)
+        self._memory = self._look(self.leaves)
 
     def _let_go_of_all_but(self, indices: Collection[int]) -> None:
         for i in self._adopted.difference(indices):  # they have left the optimizer

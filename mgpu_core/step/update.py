@@ -182,9 +182,8 @@ class Update:
                 i = gradients.not_finite()
                 if i is not None:
                     count = 1 if self._processes is None else self._processes.count
-                    are_ranks = options.loss_on == "ranks"
-                    counts = [are_ranks and (loss.weight is None or bool(loss.weight)) for loss in losses]
-                    values = [loss.value if is_in else None for loss, is_in in zip(losses, counts, strict=True)]
+                    by_rank = losses if options.loss_on == "ranks" else ()
+                    values = [loss.value if loss.weight is None or bool(loss.weight) else None for loss in by_rank]
                     refuse(self.replicas.names[i], values, self.replicas.team.devices, count)
             if clip_norm is not None and is_flat:
                 factor = factor_of(factor, norm, clip_norm)

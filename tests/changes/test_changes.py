@@ -70,7 +70,7 @@ def ours_beside_torchs(one, other):
     for optimizer in (one, other):
         parameters = {each for group in optimizer.param_groups for each in group["params"]}
         for gone in [each for each in optimizer.state if each not in parameters]:
-            del optimizer.state[gone]  # whose states nobody uses
+            del optimizer.state[gone]  # its parameter has left the optimizer
         states = optimizer.state_dict()["state"]
         kept.append([states.get(index, {}) for index in range(len(parameters))])
     pairs = [

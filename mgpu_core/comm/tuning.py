@@ -41,7 +41,7 @@ def choose(devices: Sequence[int], nbytes: int, run: Run) -> str:
     if len(set(unique_devices)) == 1:
         return "direct"  # one device: nothing is sent
     if unique_devices not in _tables:
-        with _one_at_a_time:
+        with _one_at_a_time.enter():
             if unique_devices not in _tables:
                 _tables[unique_devices] = _table_of(unique_devices, run)
     return lookup(_tables[unique_devices], nbytes)

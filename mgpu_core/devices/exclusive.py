@@ -1,34 +1,68 @@
-"""A right that many threads have at once, or one alone; every wait for it is bounded."""
+"""A right that many threads have at once, or one alone; every wait for it is bounded.
+
+A thread that is inside holds a lock of its own, and others wait for that.  Locks are released in C, which Ctrl-C cannot
+cut off: an ``__exit__`` in Python may be left before its first line, and its thread would be inside for ever::
+
+    this thread    enter() [holds its lock: with ... works ...] releases it
+    another one    enter() [waits for that lock, at most so long .....] looks again, comes in
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from threading import Condition, get_ident
+from threading import Lock, RLock, get_ident
+from typing import Any
 
 from mgpu_core.devices.time_limits import time_limit
 from mgpu_core.errors import Error
 
 __all__ = ["Exclusive"]
 
+_RLock: Any = type(RLock())  # a class of C, without a public name
+
+
+class _Stay(_RLock):  # type: ignore[misc]
+    """A thread's stay inside: a lock that it holds until it leaves the ``with`` block."""
+
+    __enter__ = _RLock._is_owned  # it is held already: a function of C that does nothing
+
+    def __init__(self) -> None:
+        self.thread = get_ident()
+
+    def is_over(self, seconds: float = 0.0) -> bool:
+        """Wait so long for its end, in another thread; return whether it has come."""
+        try:
+            return bool(self.acquire(timeout=seconds))
+        finally:
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Release it if this thread holds it: asked of the lock, since Ctrl-C may have cut off who would know."""
+        while self._is_owned():
+            self.release()
+
 
 class Exclusive:
-    """Many threads may be inside at once, or one alone: ``with exclusive:`` is alone.
+    """Many threads may be inside at once, or one alone: ``with exclusive.enter():`` is alone.
 
-    A thread that is inside may come in again, and is out when it leaves once: so one that Ctrl-C has cut off on its way
-    in or out does not keep itself out.
+    A thread that is inside may come in again.
 
     Args:
         busy: the message of a wait that took too long, up to its seconds: ``another recording did not end``.
+
+    Attributes:
+        is_alone: whether who is inside now came in to be alone.
     """
 
     def __init__(self, busy: str) -> None:
         self._busy = busy
-        self._changed = Condition()
-        self._inside: set[int] = set()  # threads
-        self._is_alone = False  # the only one of them
+        self._lock = Lock()
+        self._stays: list[_Stay] = []
+        self.is_alone = False
 
-    def enter(self, alone: Callable[[], bool] = lambda: True) -> bool:
-        """Wait until this thread may come in; return whether it is alone.
+    def enter(self, alone: Callable[[], bool] = lambda: True) -> _Stay:
+        """Wait until this thread may come in; return its stay, for ``with``, or until it leaves.
 
         Args:
             alone: returns whether it has to be, as far as is known then.
@@ -36,28 +70,31 @@ class Exclusive:
         Raises:
             Error: it may not within ``MGPU_CORE_TIMEOUT`` seconds.
         """
-        me = get_ident()
-        with self._changed:
-            if self._inside - {me}:
-                seconds = time_limit()
-                if not self._changed.wait_for(
-                    lambda: not self._inside - {me} or not (self._is_alone or alone()), seconds
-                ):
+        stay, seconds, began = _Stay(), 0.0, 0.0
+        try:
+            while (other := self._begin(stay, alone)) is not None:
+                if not began:
+                    seconds, began = time_limit(), time.monotonic()
+                if not other.is_over(max(began + seconds - time.monotonic(), 0.0)):
                     raise Error(f"{self._busy} within {seconds:g} s; MGPU_CORE_TIMEOUT sets the limit")
-            self._is_alone = alone()
-            self._inside.add(me)
-            return self._is_alone
+            return stay
+        except BaseException:
+            stay.let_go()
+            raise
+
+    def _begin(self, stay: _Stay, alone: Callable[[], bool]) -> _Stay | None:
+        """Begin a stay, or return one that has to end before."""
+        with self._lock:
+            others = [each for each in self._stays if each.thread != stay.thread and not each.is_over()]
+            wants = alone()
+            if others and (wants or self.is_alone):
+                return others[0]
+            outer = [each for each in self._stays if each._is_owned()]
+            self._stays, self.is_alone = [*others, *outer, stay], wants
+            stay.acquire()
+            return None
 
     def leave(self) -> None:
         """Let others come in; do nothing if this thread is not inside."""
-        with self._changed:
-            self._inside.discard(get_ident())
-            if not self._inside:
-                self._is_alone = False
-            self._changed.notify_all()  # one that is inside may wait to be alone
-
-    def __enter__(self) -> None:
-        self.enter()
-
-    def __exit__(self, *_: object) -> None:
-        self.leave()
+        for stay in self._stays:
+            stay.let_go()

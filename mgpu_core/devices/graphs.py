@@ -174,7 +174,7 @@ class CudaRecorder:
         Raises:
             Error: another recording did not end in time, or no stream is left.
         """
-        with _recording:
+        with _recording.enter():
             if device not in self._pools:
                 self._pools[device] = _Pool(device)
             pool = self._pools[device]

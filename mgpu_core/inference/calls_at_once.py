@@ -59,9 +59,8 @@ class CallsAtOnce:
     @contextmanager
     def call(self, branch: Hashable) -> Iterator[None]:
         """Run a call inside; alone where calls of this branch may change the module."""
-        alone = self._exclusive.enter(lambda: self._one_at_a_time or branch not in self._known)
-        try:
-            if not alone or self._one_at_a_time or sys.getprofile() is not None:
+        with self._exclusive.enter(lambda: self._one_at_a_time or branch not in self._known):
+            if not self._exclusive.is_alone or self._one_at_a_time or sys.getprofile() is not None:
                 yield
                 return
             first = FirstCalls((LostAttributes(), 1), (SharedObjects(), 1))
@@ -69,8 +68,6 @@ class CallsAtOnce:
             with _watched(self._module) as changes:
                 yield
             self._learn(branch, {*changes, *first.changed(watched)})
-        finally:
-            self._exclusive.leave()
 
     def _learn(self, branch: Hashable, changes: set[str]) -> None:
         """Note the changes of a call that ran alone; warn where one before it has made the same."""

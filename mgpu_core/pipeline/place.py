@@ -155,7 +155,7 @@ class PlacedForward(OwnForward):
         placement.follow(self.module)
         if placement.is_known and not placement.is_learning:
             return self._run(args, kwargs)
-        with placement.alone:
+        with placement.alone.enter():
             if placement.is_known:
                 return self._run(args, kwargs)
             placement.is_learning = True

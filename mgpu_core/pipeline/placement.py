@@ -196,7 +196,7 @@ class Placement:
         """
         if self._contents == _contents_of(root):
             return False
-        with self.alone:
+        with self.alone.enter():
             has_changed: bool = self._contents != _contents_of(root)  # unless another call was first
             if has_changed:
                 self._layout = self._found(root)

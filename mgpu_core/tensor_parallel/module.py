@@ -301,7 +301,7 @@ class TensorParallel(Module):
         check_modes()
         if self._refusal is not None:
             raise ValueError(self._refusal)
-        with self._at_work, self._objects:
+        with self._at_work.enter(), self._objects:
             watch: Any = NULL_CONTEXT if self._proof is None else self._proof.seen([lane.net for lane in self._lanes])
             whole = NULL_CONTEXT if tracer.sink is None else tracer.span("tensor_parallel")
             with whole, self._numbers.of_call(method, self._modes()) as (numbers, drawn), watch as seen:

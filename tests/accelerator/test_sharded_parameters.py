@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import time
 from contextlib import nullcontext
 
 import pytest
@@ -431,7 +432,9 @@ def test_a_failure_leaves_all_as_before(where, workers):
         with pytest.raises(kind):
             step(x, y)
         net.hook, x = None, None
-        assert max(now - then for now, then in zip(allocated(), before, strict=True)) <= 0
+        until = time.monotonic() + 20  # autograd's threads of other devices let go of the backward a little later
+        while max(now - then for now, then in zip(allocated(), before, strict=True)) > 0:
+            assert time.monotonic() < until
     for handle in handles:
         handle.remove()
     assert_same(*steps)

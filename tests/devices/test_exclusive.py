@@ -1,7 +1,11 @@
 """A right that many threads have at once, or one alone."""
 
+import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from random import Random
 
 import pytest
 
@@ -25,28 +29,66 @@ def test_one_alone_keeps_others_out_who_wait_so_long_and_no_longer(monkeypatch):
             exclusive.enter(lambda: False)
         told.append(str(raised.value))
 
-    with exclusive:
+    with exclusive.enter():
         in_a_thread(impatient)
     assert told == ["the other did not end within 0.1 s; MGPU_CORE_TIMEOUT sets the limit"]
-    assert exclusive.enter(lambda: False) is False
+    exclusive.enter(lambda: False)
+    assert not exclusive.is_alone
 
     def with_others():
-        told.append(exclusive.enter(lambda: False))
+        exclusive.enter(lambda: False)
+        told.append(exclusive.is_alone)
         with pytest.raises(Error, match="the other did not end within"):
             exclusive.enter()
         exclusive.leave()
 
     in_a_thread(with_others)
     assert told[1:] == [False]
-    assert exclusive.enter() is True
-
-
-def test_a_thread_that_was_cut_off_inside_does_not_keep_itself_out():
-    exclusive = Exclusive("the other did not end")
     exclusive.enter()
-    with exclusive:
-        pass
-    in_a_thread(exclusive.enter)
+    assert exclusive.is_alone
+
+
+def test_a_thread_that_is_inside_may_come_in_again_and_is_out_when_it_has_left_the_outer_block(monkeypatch):
+    monkeypatch.setenv("MGPU_CORE_TIMEOUT", "0.1")
+    exclusive, came = Exclusive("the other did not end"), []
+
+    def other():
+        with suppress(Error), exclusive.enter():
+            came.append(True)
+
+    with exclusive.enter():
+        with exclusive.enter():
+            pass
+        in_a_thread(other)
+        assert not came
+    in_a_thread(other)
+    assert came
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="it needs a timer that sends signals")
+def test_an_interrupt_at_any_moment_leaves_no_thread_inside(monkeypatch):
+    monkeypatch.setenv("MGPU_CORE_TIMEOUT", "5")
+    random = Random(0)
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    cut_off = 0
+    try:
+        for _ in range(300):
+            exclusive = Exclusive("the interrupted thread did not leave")
+            with suppress(KeyboardInterrupt):
+                cut_off += 1
+                signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-6, 4e-5))
+                for _ in range(10):
+                    with exclusive.enter():
+                        pass
+                threading.Event().wait(0.01)
+                cut_off -= 1
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            with ThreadPoolExecutor(1) as other:
+                other.submit(exclusive.enter).result()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert cut_off > 200
 
 
 def test_who_leaves_without_being_inside_lets_nobody_in(monkeypatch):
@@ -73,6 +115,7 @@ def test_one_that_is_inside_waits_to_be_alone_until_the_others_have_left(monkeyp
     thread.start()
     assert came.wait(20)
     began = time.monotonic()
-    assert exclusive.enter() is True
+    exclusive.enter()
+    assert exclusive.is_alone
     assert time.monotonic() - began < 5
     thread.join(20)

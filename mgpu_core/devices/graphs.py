@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
@@ -13,7 +14,7 @@ import torch
 from mgpu_core.devices.exclusive import Exclusive
 from mgpu_core.devices.streams import CaptureStream, on
 
-__all__ = ["GRAPH_DEVICE", "CudaRecorder", "Recording", "Recordings"]
+__all__ = ["GRAPH_DEVICE", "CudaRecorder", "GraphEvent", "Recording", "Recordings"]
 
 GRAPH_DEVICE = "cuda"
 
@@ -146,6 +147,27 @@ class Recording:
         del self.graph  # before its stream is given back
 
 
+class GraphEvent:
+    """An event that each replay of a graph records, and that work outside of the graph can wait for."""
+
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event(external=True)
+
+    def record(self, stream: torch.Stream) -> None:
+        """Let replays record it behind the work of a stream so far, which is being recorded."""
+        self._event.record(_on_cuda(stream.stream_id, stream.device_index, stream.device_type))
+
+    def wait(self, stream: torch.Stream) -> None:
+        """Make a stream wait until the last replay that was launched has come so far."""
+        self._event.wait(_on_cuda(stream.stream_id, stream.device_index, stream.device_type))
+
+
+@lru_cache(maxsize=256)
+def _on_cuda(stream_id: int, device_index: int, device_type: int) -> torch.cuda.Stream:
+    """Return a stream as the class that CUDA's events take."""
+    return torch.cuda.Stream(stream_id=stream_id, device_index=device_index, device_type=device_type)
+
+
 class _Pool:
     """The memory of graphs of one device, and their stream."""
 
@@ -164,6 +186,8 @@ class CudaRecorder:
         capture stream                          [ recorded, not run ]
         other threads    steps, requests, copies on their own streams; a recording of theirs waits for the lock
     """
+
+    event = GraphEvent
 
     def __init__(self) -> None:
         self._pools: dict[torch.device, _Pool] = {}

@@ -182,6 +182,10 @@ class SideStreams:
                 side.wait_stream(stream)
         return _on_accelerator(device, side)
 
+    def summing(self, device: torch.device) -> torch.Stream:
+        """Return the side stream of a device."""
+        return self._summing[device]
+
     def entered(self) -> AbstractContextManager[object]:
         """Enter the side streams of all devices, for work that follows what is on them."""
         return on_all([*self._summing], [*self._summing.values()])

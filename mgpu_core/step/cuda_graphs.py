@@ -1,21 +1,32 @@
-"""Whole steps as CUDA graphs: the recorded part of a step, and the host's work at each replay.
+"""Steps as CUDA graphs: the recorded part of a step, and the host's work at each replay.
 
-A graph holds a step of ranks that share a device, from the batch to the update; a recording computes nothing.  Numbers
-that change from step to step lie in the device's memory, and those that a recording has fixed are part of its key:
-shapes, modes, the loss scale.  Steps over several devices go the ordinary way: collectives of several GPUs in one
-process cannot be part of graphs that are recorded one after the other.
+A recording computes nothing.  Numbers that change from step to step lie in the device's memory, and those that a
+recording has fixed are part of its key: shapes, modes, the loss scale.
+
+Where ranks share one device, a graph holds the whole step, from the batch to the update.  Over several devices each has
+a graph of forward, backward and the sums over its own ranks: graphs are recorded one after the other, so that none can
+wait for another device.  At the end of a bucket it records an event.  The sums over devices and the update are launched
+in every step, as ever, and overlap with the graphs::
+
+    host        copies, launches both graphs ─ launches sum 1 ─ sum 0 ─ update
+    device 0    [ forward ─ backward ─ bucket 1, event ── bucket 0, event ]       update
+    device 1    [ forward ─ backward ──── bucket 1, event ─── bucket 0, event ]   update
+    side                                          [ sum 1 ]          [ sum 0 ]
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
+from torch.nn import Module
 
-from mgpu_core.devices.graphs import GRAPH_DEVICE, CudaRecorder
+from mgpu_core.devices.graphs import GRAPH_DEVICE, CudaRecorder, GraphEvent
 from mgpu_core.devices.time_limits import time_limit
 from mgpu_core.step.forward_backward import ForwardBackward
 from mgpu_core.step.grad_clip import GradientNorm, factor_of, overflow_of, warm_up
@@ -40,17 +51,18 @@ class CapturedSteps:
         reducer, passes: the same.
         graphs: the recorded graphs.
         recorder: records the work of one device.
+        devices: of the ranks, each once.
+        is_whole: a graph holds the update, too.
     """
 
     def __init__(self, options: Options, reducer: Reducer, passes: ForwardBackward, update: Update) -> None:
         self.reducer, self.passes, self._update = reducer, passes, update
         self._reduction, self._modules = options.reduction, passes.ranks.modules
         self.graphs, self.recorder = StepGraphs(), CudaRecorder()
-
-    @property
-    def device(self) -> torch.device:
-        """The device of all ranks."""
-        return self._update.replicas.devices[0]
+        self._kept: list[Module] = []  # of the ranks
+        self._tables: list[dict[str, Any]] = []  # of their buffers
+        self.devices = update.replicas.devices
+        self.is_whole = len(self.devices) == 1
 
     def run(
         self, options: Options, inputs: tuple[Any, ...], kwargs: dict[str, Any], *, collects: bool, keep_outputs: bool
@@ -68,19 +80,32 @@ class CapturedSteps:
         reasons = (
             self.passes.ranks.why_not_recorded(),
             "gradients are accumulated over several calls" if collects else None,
-            self._update.why_not_recorded(options),
+            self._update.why_not_recorded(options, is_whole=self.is_whole),
             self.passes.split_plan.why_not_recorded(),
             "its outputs are returned" if keep_outputs else None,
         )
-        batch, clip_norm, loss = (inputs, kwargs), options.clip_norm, None
+        loss: torch.Tensor | None = None
         if reason := next(filter(None, reasons), None):
             self.graphs.skip(reason)
         else:
-            loss = self._update.replay(
-                lambda: self.graphs.run(batch, self._fixed(clip_norm), lambda: self._record(batch, clip_norm))
-            )
+            replay = partial(self._replay, (inputs, kwargs), options.clip_norm if self.is_whole else None)
+            loss = self._update.replay(replay) if self.is_whole else self._finished(replay, options)
         if loss is None:
             self.graphs.tell()
+        return loss
+
+    def _replay(self, batch: Any, clip_norm: float | None) -> Any:
+        return self.graphs.run(batch, self._fixed(clip_norm), partial(self._record, batch, clip_norm))
+
+    def _finished(self, replay: Callable[[], Any], options: Options) -> torch.Tensor | None:
+        """Replay the gradients of a step, and make its update as ever."""
+        self._update.begin(options)
+        replayed = replay()
+        if replayed is None:
+            return None
+        losses, rows = replayed
+        loss = self.window.add(rows, losses, self.devices[0]).clone()  # of the caller
+        self._update.commit(options, losses)
         return loss
 
     def _fixed(self, clip_norm: float | None) -> tuple[Hashable, ...]:
@@ -96,7 +121,7 @@ class CapturedSteps:
     def _record(self, batch: Any, clip_norm: float | None) -> Replay:
         try:
             with self._buffers_kept():
-                return _Graph(self, batch, clip_norm).replay
+                return (_StepGraph if self.is_whole else _GradientGraphs)(self, batch, clip_norm).replay
         except BaseException:
             self.recorder.forget()
             self.reducer.cancel()
@@ -130,21 +155,23 @@ class CapturedSteps:
     @property
     def buffers(self) -> list[torch.Tensor]:
         """The buffers of all ranks: a recording reads their memory, so it keeps them."""
-        return [buffer for modules in self._modules for each in modules.kept for buffer in each.buffers()]
+        kept = [module for modules in self._modules for module in modules.kept]
+        if kept != self._kept:  # they live on, and are static
+            self._kept, self._tables = kept, [each._buffers for module in kept for each in modules_of(module)]
+        return list(chain.from_iterable(map(dict.values, self._tables)))
 
     def begin(self) -> None:
         """Open a new window, for one call."""
         self._update.open_window(self._reduction, 1)
 
-    def split(self, batch: Any) -> tuple[list[RankPart], list[int]]:
-        """Return the inputs of each rank, and their rows."""
+    def split(self, batch: Any, *, stays: bool = False) -> tuple[list[RankPart], list[int]]:
+        """Return the inputs of each rank, on its device unless they stay where they are, and their rows."""
         inputs, kwargs = batch
-        parts, self.passes.split_plan.rows = self.passes.split(inputs, kwargs)
+        parts, self.passes.split_plan.rows = self.passes.split(inputs, kwargs, stays=stays)
         return parts, self.passes.split_plan.rows
 
-    def compute(self, parts: Sequence[RankPart]) -> list[RankLoss]:
-        """Run forward, loss and backward of the ranks, each in the worker that it always has."""
-        self.reducer.begin(len(parts), overlap=True, goes_on=False)
+    def compute(self, parts: Sequence[RankPart | None]) -> list[RankLoss]:
+        """Run forward, loss and backward of the ranks that have a part, each in the worker that it always has."""
         with torch.enable_grad():
             losses: list[RankLoss] = self.passes.run_parts(parts, (), backward=True, keep_outputs=False)[0]
         if self._update.replicas.settle():
@@ -183,34 +210,108 @@ class CapturedSteps:
             raise RuntimeError("this batch uses other parameters than the one before")
 
 
-class _Graph:
-    """A recorded step, from a batch on the device to the update."""
+class _Graphs:
+    """Recordings of a step with batches of one kind, which are replayed together.
+
+    Args:
+        steps: of the step.
+        batch: of the first replay.
+        clip_norm: the largest norm of all gradients.
+    """
 
     def __init__(self, steps: CapturedSteps, batch: Any, clip_norm: float | None) -> None:
         self._steps: CapturedSteps = weakref.proxy(steps)  # which has this
         self._clip_norm = clip_norm
-        self._device = steps.device
-        self._batch = StaticNest(batch, self._device)
+        parts, self._rows = steps.split(batch)
+        devices = steps.passes.ranks.team.devices
+        self._batch = [StaticNest(_nest_of(part), device) for part, device in zip(parts, devices, strict=False)]
+        self._parts = [RankPart(*static.nest) for static in self._batch]
         self._buffers = steps.buffers
+
+    def _fill(self, batch: Any) -> None:
+        """Copy a batch to where the graphs read it."""
+        parts, _ = self._steps.split(batch, stays=True)
+        for static, part in zip(self._batch, parts, strict=True):
+            static.fill(_nest_of(part))
+
+
+class _StepGraph(_Graphs):
+    """A graph of the ranks of one device, with their update."""
+
+    def __init__(self, steps: CapturedSteps, batch: Any, clip_norm: float | None) -> None:
+        super().__init__(steps, batch, clip_norm)
         self._norm = steps.norm()
-        self._graph, (self._loss,) = steps.recorder.record(self._device, self._work)
+        self._graph, (self._loss,) = steps.recorder.record(steps.devices[0], self._work)
         steps.check_used()
 
     def _work(self) -> list[torch.Tensor]:
-        steps = self._steps
+        steps, parts = self._steps, self._parts
         steps.begin()
-        parts, rows = steps.split(self._batch.nest)
-        steps.window.seed(parts, rows)
+        steps.window.seed(parts, self._rows)
+        steps.reducer.begin(len(parts), overlap=True, goes_on=False)
         losses = steps.compute(parts)
         steps.reducer.sum_the_rest()
-        loss = steps.window.add(rows, losses, self._device)
+        loss = steps.window.add(self._rows, losses, steps.devices[0])
         steps.update(self._norm, self._clip_norm)
         return [loss]
 
     def replay(self, batch: Any) -> torch.Tensor:
-        self._batch.fill(batch)
+        """Make the step; return its loss."""
+        self._fill(batch)
         self._graph.replay()
         return self._loss.clone()
+
+
+class _GradientGraphs(_Graphs):
+    """A graph per device, of the passes of its ranks and the sums over them."""
+
+    def __init__(self, steps: CapturedSteps, batch: Any, clip_norm: float | None) -> None:
+        super().__init__(steps, batch, clip_norm)
+        present = range(len(self._parts))
+        self._ranks_of = [[rank for rank in ranks if rank in present] for ranks in steps.passes.ranks.replicas.ranks_of]
+        self._events: dict[int, dict[int, GraphEvent]] = {}  # by bucket, as they become ready, and device
+        self._used: set[int] = set()
+        self._recorded: dict[int, RankLoss] = {}  # by rank
+        self._graphs = [steps.recorder.record(device, partial(self._work, i)) for i, device in enumerate(steps.devices)]
+        numbers = [tensor for _, tensors in self._graphs for tensor in tensors]
+        losses: dict[int, RankLoss] = {}
+        for rank, loss in self._recorded.items():
+            value, weight = numbers.pop(0), loss.weight
+            losses[rank] = RankLoss(value, numbers.pop(0) if isinstance(weight, torch.Tensor) else weight)
+        self._losses = [losses[rank] for rank in present]
+
+    def _work(self, index: int) -> list[torch.Tensor]:
+        steps, ranks = self._steps, self._ranks_of[index]
+        parts = [part if rank in ranks else None for rank, part in enumerate(self._parts)]
+        steps.window.seed(self._parts, self._rows)
+        steps.reducer.begin_recording(index, len(parts), self._mark)
+        losses = steps.compute(parts) if ranks else []
+        self._used |= steps.reducer.end_recording(index)
+        self._recorded.update(zip(ranks, losses, strict=True))
+        return [each for loss in losses for each in (loss.value, loss.weight) if isinstance(each, torch.Tensor)]
+
+    def _mark(self, bucket: int, stream: torch.Stream) -> None:
+        """Record an event behind the sum of a bucket over the ranks of a device."""
+        by_device = self._events.setdefault(bucket, {})
+        if stream.device_index not in by_device:
+            by_device[stream.device_index] = self._steps.recorder.event()
+        by_device[stream.device_index].record(stream)
+
+    def _wait(self, bucket: int, stream: torch.Stream) -> None:
+        self._events[bucket][stream.device_index].wait(stream)
+
+    def replay(self, batch: Any) -> tuple[list[RankLoss], list[int]]:
+        """Make the gradients and begin their sums over the devices; return each rank's loss and rows."""
+        self._fill(batch)
+        self._steps.window.seed(self._parts, self._rows)
+        for graph, _ in self._graphs:
+            graph.replay()
+        self._steps.reducer.add_replayed([*self._events], self._used, self._wait)
+        return self._losses, self._rows
+
+
+def _nest_of(part: RankPart) -> tuple[Any, ...]:
+    return part.inputs, part.kwargs, part.target
 
 
 def captured_steps(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.nn import Module
@@ -70,8 +70,15 @@ class ForwardBackward:
         self._gathered_reads = LossState(ranks.loss_fn)
         self._first_losses = FirstCalls((self._gathered_reads, _WATCHED))
 
-    def split(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[RankPart], list[int]]:
-        """Return the part of each rank or micro-batch, and its rows."""
+    def split(
+        self, inputs: tuple[Any, ...], kwargs: dict[str, Any], *, stays: bool = False
+    ) -> tuple[list[RankPart], list[int]]:
+        """Return the part of each rank or micro-batch, on its device, and its rows.
+
+        Args:
+            inputs, kwargs: of the call.
+            stays: the parts are views, and stay where the batch is.
+        """
         objects: dict[str, Any] = {"inputs": inputs}
         if kwargs:
             objects["kwargs"] = kwargs
@@ -89,7 +96,8 @@ class ForwardBackward:
         devices: Sequence[torch.device] = self.ranks.team.devices
         if isinstance(module, Pipeline):
             devices = [module.device_ids[0]] * module.chunks
-        cut, rows = scatter_objects(objects, devices, self._dim, shares=self.split_plan.shares)
+        how: Literal["keep", "view"] = "keep" if stays else "view"
+        cut, rows = scatter_objects(objects, devices, self._dim, shares=self.split_plan.shares, how=how)
         if not rows[0] and not any(rows) and not self._may_be_empty:
             warn_user("the batch has no rows: the mean of their losses is NaN, as on one device, and nothing is learnt")
         parts: list[RankPart] = []
@@ -198,7 +206,7 @@ class ForwardBackward:
 def pass_over_ranks(
     ranks: Ranks,
     losses: Losses,
-    parts: Sequence[RankPart],
+    parts: Sequence[RankPart | None],
     clocks: Sequence[RankClock],
     *,
     backward: bool,
@@ -208,13 +216,13 @@ def pass_over_ranks(
 
     Args:
         ranks, losses: of the step.
-        parts: one per rank.
+        parts: one per rank; ``None``: it does nothing.
         clocks: one per rank; empty: no times are taken.
         backward: whether to make one.
         keep_outputs: whether outputs are returned.
 
     Returns:
-        The loss of each rank, and its output, detached, if it is kept; otherwise no outputs.
+        The loss of each rank that has a part, and its output, detached, if it is kept; otherwise no outputs.
 
     Raises:
         Exception: the first failing rank's, as :func:`mgpu_core.parallel_apply` words it.
@@ -222,18 +230,19 @@ def pass_over_ranks(
             ranks share.
     """
     devices, module, joint = ranks.team.devices, ranks.net.module, False
+    present = list(filter(None, parts))
     if ranks.is_bare and not clocks:
-        results = [_pass_of_rank(losses, devices, backward, keep_outputs, module, ranks.loss_fn, 0, parts[0])]
+        results = [_pass_of_rank(losses, devices, backward, keep_outputs, module, ranks.loss_fn, 0, present[0])]
     else:
-        joint = backward and len(parts) > 1 and _is_joint(ranks, parts)
+        joint = backward and present[1:] != [] and _is_joint(ranks, present)
         work = partial(_pass_of_rank, losses, devices, backward and not joint, keep_outputs)
         results = ranks.run(work, parts, clocks, with_loss=True)
     rank_losses, outputs = map(list, zip(*results, strict=True)) if results else ([], [])
-    if losses.counts and parts[0].unit:
+    if losses.counts and present[0].unit:
         losses.settle(rank_losses)
     if joint:
         with span("backward"):
-            differentiate(rank_losses, [part.seed for part in parts])
+            differentiate(rank_losses, [part.seed for part in present])
     if backward and rank_losses and rank_losses[0].is_constant:
         check_losses(rank_losses)
     return rank_losses, outputs if keep_outputs else []

@@ -24,8 +24,8 @@ IDLE = 100  # steps for which an unused graph is kept while others wait for its 
 
 _PLAIN = {torch.Tensor}
 
-Replay: TypeAlias = Callable[[tuple[Any, ...]], torch.Tensor]
-"""A function that makes the step with a batch like the recorded one, and returns its loss in memory of its own."""
+Replay: TypeAlias = Callable[[tuple[Any, ...]], Any]
+"""A function that replays the recording with a batch like the recorded one, and returns the result."""
 
 
 class StaticNest:
@@ -78,8 +78,8 @@ class StepGraphs(Recordings[Replay]):
             self._told.add(self.reason)
             warn_user(f"this step is not captured: {self.reason}")
 
-    def run(self, batch: tuple[Any, ...], settings: Hashable, record: Callable[[], Replay]) -> torch.Tensor | None:
-        """Replay the step; return its loss, or ``None``: it must go the ordinary way.
+    def run(self, batch: tuple[Any, ...], settings: Hashable, record: Callable[[], Replay]) -> Any:
+        """Replay the step; return the result, or ``None``: it must go the ordinary way.
 
         Args:
             batch: a nest, of tuples and dicts at the top.
@@ -95,9 +95,9 @@ class StepGraphs(Recordings[Replay]):
             replay = self.add(key, record)
         if replay is None:
             return None
-        loss = replay(batch)
+        result = replay(batch)
         self.replays += 1
-        return loss
+        return result
 
 
 def _tensors(leaves: Sequence[Any]) -> list[torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
@@ -111,13 +112,18 @@ class Ranks:
         return self.replicas.are_those_of(self.net.tree)
 
     def run(
-        self, work: Callable[..., Any], parts: Sequence[RankPart], clocks: Sequence[RankClock], *, with_loss: bool
+        self,
+        work: Callable[..., Any],
+        parts: Sequence[RankPart | None],
+        clocks: Sequence[RankClock],
+        *,
+        with_loss: bool,
     ) -> list[Any]:
         """Run the work of each rank that has a part, and return the results.
 
         Args:
             work: of a rank: a function of its module, its loss function, its number and its part.
-            parts: one per rank; not more than there are ranks.
+            parts: one per rank; not more than there are ranks.  ``None``: it does nothing.
             clocks: one per rank; empty: no times are taken.
             with_loss: the work gets the rank's loss function, too; otherwise ``None``.
 
@@ -142,13 +148,14 @@ class Ranks:
         called = modules if watched is None else self._first_calls.begin(watched).called
         calls: list[Callable[[], Any]] = []
         for rank, part in enumerate(parts):
-            calls += (partial(work, called[rank], loss_fns[rank], rank, part),)
+            calls += (partial(work, called[rank], loss_fns[rank], rank, part) if part else _nothing,)
         run = self.at_work = Run(self.team if count == self._count else self.team.first(count), clocks=clocks)
         if count == 1:  # failures are the module's own
             return [run.alone(calls[0])]
         versions = self.replicas.versions
         self._draws.ranks_meet = tree.ranks_meet
-        form = tree.modes, *map(type, parts[0].inputs), *parts[0].kwargs
+        first, *_ = filter(None, parts)
+        form = tree.modes, *map(type, first.inputs), *first.kwargs
         workers = self.workers.way
         try:
             with NULL_CONTEXT if tracer.sink is None else span("apply"):
@@ -156,7 +163,7 @@ class Ranks:
             self.replicas.check_unwritten(versions)
             if watched is not None:
                 self._first_calls.end(watched)
-            return results
+            return list(compress(results, parts))
         except RuntimeError as error:
             names = [] if watched is None else self._first_calls.changed(watched)
             if "through the graph a second time" in str(error) and (names or workers == "threads"):
@@ -185,11 +192,13 @@ class Ranks:
         devices = self.replicas.devices
         if other := next((device for device in devices if device.type != GRAPH_DEVICE), None):
             return f"there are no CUDA graphs on {other}"
-        if len(devices) > 1:
-            return "its ranks are on several devices"
         if self.net.tree.ranks_meet:
             return "ranks meet in synchronised layers"
         return None
+
+
+def _nothing() -> None:
+    """Stand in for the work of a rank that has none."""
 
 
 def _with_blocks(

@@ -55,6 +55,7 @@ from mgpu_core.trace.tracer import current_step, in_step, mark, span
 __all__ = ["Gradients", "OwnGradients", "Reducer"]
 
 Updated: TypeAlias = Callable[[], Collection[int]]
+Mark: TypeAlias = Callable[[int, torch.Stream], None]  # of a bucket, on the stream of a device's sums
 
 _set_grad = torch.Tensor.grad.__set__  # type: ignore[union-attr]
 _grad_of, _hooks_of = attrgetter("grad"), attrgetter("_backward_hooks")
@@ -142,8 +143,7 @@ class Gradients:
     def clear(self) -> None:
         """Drop all gradients."""
         for row in self._replicas.parameters:
-            for parameter in row:
-                parameter.grad = None
+            deque(map(_set_grad, row, repeat(None)), maxlen=0)
 
     def set_aside(self) -> None:
         """Keep the gradients between two calls of a window, where the user and ``zero_grad`` do not see them."""
@@ -244,9 +244,10 @@ class Reducer(Gradients):
         self._added: dict[int, set[int]] = {}  # by bucket whose sum has begun, the devices whose ranks are added up
         self._held: set[int] = set()  # buckets that are summed after the backward
         self._most_ranks = 0  # of the calls of a window
+        self._mark: Mark | None = None  # of a recording
         self._summed: set[int] = set()
         self._used: set[int] = set()  # parameters of which a rank had a gradient
-        self._indices = range(len(replicas.own))
+        self._indices, self._device_indices = range(len(replicas.own)), range(len(replicas.devices))
         self._side = SideStreams(replicas.devices)
         self._has_streams = any(device.type != "cpu" for device in replicas.devices)
         self.register_hooks()
@@ -298,7 +299,7 @@ class Reducer(Gradients):
 
     def cancel(self) -> None:
         """Make the hooks of a backward that failed, and may still run, do nothing."""
-        self._ready = []
+        self._ready, self._mark = [], None
         self._rest()
 
     def _rest(self) -> None:
@@ -356,7 +357,7 @@ class Reducer(Gradients):
         self._add_ranks(bucket, index, columns)
         with self._lock:
             added.add(index)
-            if len(added) < sum(map(bool, self._ranks_on)) or bucket in self._held:
+            if self._mark is not None or len(added) < sum(map(bool, self._ranks_on)) or bucket in self._held:
                 return
         for other, count in enumerate(self._ranks_on):
             if not count:  # no rank of it has rows: its sum is zero
@@ -393,22 +394,16 @@ class Reducer(Gradients):
 
     def sum_the_rest(self) -> None:
         """Sum the buckets that are not summed yet, and add gradients that came again, or later than counted."""
-        buckets, taken = self.buckets, self._taken
+        buckets = self.buckets
         is_through = self._summed == buckets.numbers and not self._added
         is_through = is_through and set(map(type, map(_grad_of, self._replicas.leaves))) <= {NoneType}
         for bucket in () if is_through else buckets.numbers:
             late = list(map(self._take, self._replicas.team.ranks, repeat(bucket)))
             if bucket in self._summed and bucket not in self._added and set(map(type, late)) == {NoneType}:
                 continue
-            added = self._begin_sum(bucket)
-            for index, ranks in enumerate(self._replicas.ranks_of):
-                columns = taken.pop((bucket, index)) if (bucket, index) in taken else Columns()
-                for rank in ranks:
-                    gradients = late[rank]
-                    if gradients is not None:
-                        columns[rank] = _sums_of(columns[rank], gradients) if rank in columns else gradients
-                if columns or index not in added:
-                    self._add_ranks(bucket, index, columns, goes_on=index in added)
+            self._begin_sum(bucket)
+            for index in self._device_indices:
+                self._add_the_rest(bucket, index, late)
             self._add_devices(bucket)
         if buckets.sparse:
             used = super().used()
@@ -418,6 +413,57 @@ class Reducer(Gradients):
         if self._has_streams:
             self._side.joins()
         self._is_learning, self._missing = False, []
+
+    def _add_the_rest(self, bucket: int, index: int, late: Sequence[list[torch.Tensor | None] | None]) -> None:
+        """Add up a device's gradients of a bucket that are not in its sum yet: those taken, and late ones by rank."""
+        added, taken = self._added[bucket], self._taken
+        columns = taken.pop((bucket, index)) if (bucket, index) in taken else Columns()
+        for rank in self._replicas.ranks_of[index]:
+            gradients = late[rank]
+            if gradients is not None:
+                columns[rank] = _sums_of(columns[rank], gradients) if rank in columns else gradients
+        if columns or index not in added:
+            self._add_ranks(bucket, index, columns, goes_on=index in added)
+
+    def begin_recording(self, index: int, ranks: int, mark: Mark) -> None:
+        """Begin a backward of the ranks of one device, in a recording; the devices are added up after a replay of it.
+
+        Args:
+            index: of the device.
+            ranks: of all devices.
+            mark: called with a bucket and the stream on which the ranks of the device were added up.
+        """
+        self.begin(ranks, overlap=True, goes_on=False)
+        device, self._mark = self._replicas.devices[index], mark
+        self._side.starts([device], caller_streams([device]))
+
+    def end_recording(self, index: int) -> set[int]:
+        """End it; return the parameters of which a rank of the device had a gradient."""
+        for bucket in self.buckets.numbers:
+            self._begin_sum(bucket)
+            self._add_the_rest(bucket, index, list(map(self._take, self._replicas.team.ranks, repeat(bucket))))
+        self._side.joins()
+        self._mark = None
+        self._rest()
+        return self._used
+
+    def add_replayed(self, order: Sequence[int], used: set[int], wait: Mark) -> None:
+        """Add up the devices, on their side streams, after graphs that add up the ranks of each were launched.
+
+        Args:
+            order: the buckets, as they become ready.
+            used: parameters of which a rank had a gradient.
+            wait: called with a bucket and the side stream of each device, makes it wait for the ranks of this device.
+        """
+        self.begin(len(self._replicas.team), overlap=False, goes_on=False)
+        self._used |= used
+        self._summed |= set(order)
+        streams = list(map(self._side.summing, self._replicas.devices))
+        with self._side.entered():
+            for bucket in order:
+                deque(map(wait, repeat(bucket), streams), maxlen=0)
+                with span(self._collective, ALL_RANKS, None, bucket) if tracer.sink else NULL_CONTEXT:
+                    self.buckets.add_devices(bucket)
 
     def show(self, used: Sequence[bool]) -> None:
         if self.communication.shards > 1:  # no device has a whole one
@@ -494,6 +540,8 @@ class Reducer(Gradients):
         with span(self._collective, ALL_RANKS, None, bucket), self._side.after_ranks(device):
             self.buckets.add_ranks(bucket, index, columns, goes_on=goes_on)
             self._side.keep(device, columns)
+            if self._mark is not None:
+                self._mark(bucket, self._side.summing(device))
 
     def _add_devices(self, bucket: int) -> None:
         """Sum a bucket over the devices, each of which has the sum over its ranks; on GPUs on their side streams."""

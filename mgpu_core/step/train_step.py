@@ -110,9 +110,9 @@ class TrainStep:
         rng: as for :class:`mgpu_core.DataParallel`.
         static_graph: make the replicas once; of later changes of the module only modes, frozen parameters and values
             are followed.
-        capture: record whole steps as CUDA graphs and replay them: one launch per step where all ranks share one GPU.
-            Shapes that change are recorded anew after a few ordinary steps; a step that cannot be captured runs the
-            ordinary way, and a warning says why, once.  ``step.graphs`` knows how many steps were replays.
+        capture: record steps as CUDA graphs and replay them: one launch per GPU, besides the sums over GPUs and the
+            update.  Shapes that change are recorded anew after a few ordinary steps; a step that cannot be captured
+            runs the ordinary way, and a warning says why, once.  ``step.graphs`` knows how many steps were replays.
 
     After a step, ``grad`` of the parameters holds the gradients of the update, with :mod:`mgpu_core.optim` the sums
     before clipping and unscaling; of a parameter that no rank used it is ``None``, and the optimizer leaves that

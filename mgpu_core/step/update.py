@@ -34,7 +34,7 @@ from mgpu_core.trace.events import ALL_RANKS
 
 __all__ = ["Update"]
 
-_grad_of = attrgetter("grad")
+_grad_of, _hooks_of = attrgetter("grad"), attrgetter("_backward_hooks")
 
 
 class Update:
@@ -227,13 +227,23 @@ class Update:
         if self._buffers.is_taken:
             self._buffers.drop()  # an interrupt that waited for this comes next, and must not undo a half
 
-    def why_not_recorded(self, options: Options) -> str | None:
-        """Return why a graph cannot hold an update with these options; ``None``: it can."""
+    def why_not_recorded(self, options: Options, *, is_whole: bool) -> str | None:
+        """Return why no graph can hold the gradients of a step with these options; ``None``: it can.
+
+        Args:
+            options: as they are now.
+            is_whole: the graph is to hold the update, too.
+        """
+        buckets = self._gradients.buckets
         reasons = (
             (self._processes is not None, "its gradients are summed over several processes"),
-            (any(parameter._backward_hooks for parameter in self.replicas.own), "a parameter has a hook"),
-            (options.error_if_nonfinite, "error_if_nonfinite=True waits for the gradients"),
-            (self.optimizer_step.memory is None, "its optimizer is none of mgpu_core.optim, or has step hooks"),
+            (any(map(_hooks_of, self.replicas.own)), "a parameter has a hook"),
+            (buckets is not None and bool(buckets.sparse), "some gradients are sparse"),
+            (is_whole and options.error_if_nonfinite, "error_if_nonfinite=True waits for the gradients"),
+            (
+                is_whole and self.optimizer_step.memory is None,
+                "its optimizer is none of mgpu_core.optim, or has step hooks",
+            ),
         )
         return next((reason for holds, reason in reasons if holds), None)
 

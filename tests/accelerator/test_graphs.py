@@ -24,6 +24,9 @@ TEAMS = [
     ["fake:0"] * 2,
     ["fake:2"] * 3,
     ["fake:0"] * 8,
+    ["fake:1", "fake:0"],
+    ["fake:0", "fake:1", "fake:0", "fake:2"],
+    ["fake:0", "fake:1", "fake:2", "fake:3"],
 ]
 
 
@@ -173,8 +176,7 @@ def test_class_weights_that_change_between_replays(devices):
     ("devices", "settings", "reason"),
     [
         (["fake:0", "cpu"], {}, "there are no CUDA graphs on cpu"),
-        (["fake:0", "fake:1"], {}, "its ranks are on several devices"),
-        (["fake:0", "fake:1"], {"shard": "optimizer"}, "its ranks are on several devices"),
+        (["fake:0", "fake:0"], {"error_if_nonfinite": True}, "error_if_nonfinite=True waits for the gradients"),
     ],
 )
 def test_why_not(devices, settings, reason):

@@ -58,8 +58,7 @@ def test_the_host_waits_for_nothing_in_a_step(monkeypatch, make, team, captured)
     step = without_gpu(step) if captured else step
     x, y = torch.ones(8, 3, device="cpu"), torch.ones(8, 2, device="cpu")
     assert waits_of(step, ExponentialLR(optimizer, 0.999), x, y) == []
-    if captured:  # several devices go the ordinary way
-        assert (step.graphs.replays > 5) == (len(set(team)) == 1)
+    assert not captured or step.graphs.replays > 5
 
 
 @pytest.mark.parametrize("team", TEAMS, ids="-".join)

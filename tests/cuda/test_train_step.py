@@ -60,6 +60,25 @@ def test_one_devices_numbers_over_100_steps(gpu, name, team, capture):
         assert step.graphs.replays > 80
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="it needs two GPUs")
+@pytest.mark.parametrize("team", [[0, 1], [1, 0, 1]], ids=str)
+@pytest.mark.parametrize("algorithm", ["auto", "direct", "nccl"])
+def test_graphs_of_several_gpus_are_their_eager_steps(gpu, team, algorithm):
+    nets = [mlp().to(f"cuda:{team[0]}") for _ in range(2)]
+    steps = [
+        TrainStep(
+            net, nn.functional.cross_entropy, AdamW(net.parameters(), lr=0.01), team,
+            capture=capture, algorithm=algorithm, bucket_nbytes=2000, clip_norm=0.5,
+        )
+        for net, capture in zip(nets, (True, False), strict=True)
+    ]  # fmt: skip
+    for x, y in data(60, [16] * 9 + [11], torch.float32):
+        assert torch.equal(*[step(x, y) for step in steps])
+    assert all(map(torch.equal, nets[0].parameters(), nets[1].parameters()))
+    assert steps[0].graphs.replays > 40, steps[0].graphs.reason
+    steps[0].check_replicas()
+
+
 @pytest.mark.parametrize("team", TEAMS, ids=str)
 def test_replays_draw_as_ordinary_steps_do(gpu, team):
     """Dropout and running statistics: the generator goes on from replay to replay, and from its seed."""

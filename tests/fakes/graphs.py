@@ -51,10 +51,10 @@ def give_graphs(monkeypatch, kind):
 
 
 class Recorder:
-    """Of one step; keeps the devices that it has recorded, in order, and weak references to what it has made."""
+    """Of one step; keeps what happened in order, and weak references to what it has made."""
 
     def __init__(self, step):
-        self.step, self.devices, self.made = step, [], []
+        self.step, self.devices, self.made, self.log = step, [], [], []
 
     @property
     def records(self):
@@ -62,6 +62,7 @@ class Recorder:
 
     def record(self, device, work):
         self.devices.append(device)
+        self.log.append(f"record {device}")
         kept = [(each, each.clone()) for each in self._memory()]
         seen = Seen(device)
         try:
@@ -73,9 +74,12 @@ class Recorder:
                     tensor.copy_(value)
         statics = [torch.full_like(each, float("nan")) for each in results]
         assert all(each.device == device for each in statics)
-        replay = Replay(work, statics, seen)
+        replay = Replay(work, statics, seen, self.log)
         self.made.append(weakref.ref(replay))
         return replay, statics
+
+    def event(self):
+        return Event(self.log)
 
     def forget(self):
         pass
@@ -88,7 +92,8 @@ class Recorder:
         for modules in ranks.modules:
             for module in modules.kept:
                 yield from module.buffers()
-        for device in self.step._update.optimizer_step.flat.devices:
+        optimizer_step = self.step._update.optimizer_step
+        for device in optimizer_step.flat.devices if optimizer_step.is_flat else ():
             yield from (*device.segments, device.held_back, device.clip)
             yield from (each.data for flats in device.states.values() for each in flats)
 
@@ -151,11 +156,27 @@ def by_a_kernel():
     return any(frame.f_globals.get("__name__") == reference.__name__ for frame, _ in frames)
 
 
+class Event:
+    """Recorded by each replay anew, as an external event is."""
+
+    def __init__(self, log):
+        self._log, self._event = log, None
+
+    def record(self, stream):
+        self._log.append(f"event {stream.device}")
+        self._event = stream.record_event()
+
+    def wait(self, stream):
+        self._log.append(f"wait {stream.device}")
+        stream.wait_event(self._event)
+
+
 class Replay:
-    def __init__(self, work, results, seen):
-        self.work, self.results, self.seen = work, results, seen
+    def __init__(self, work, results, seen, log):
+        self.work, self.results, self.seen, self._log = work, results, seen, log
 
     def replay(self):
+        self._log.append(f"launch {self.seen.device}")
         with Seen(self.seen.device) as now:
             results = self.work()
         # On the CPU a step may ask what its numbers are.

@@ -44,6 +44,7 @@ LISTS = {
     "cuda": (
         "accelerator/test_explain.py",
         "accelerator/test_graphs.py",
+        "accelerator/test_graphs_of_devices.py",
         "accelerator/test_host_waits.py",
         "accelerator/test_models.py",
         "accelerator/test_pointer_looks.py",

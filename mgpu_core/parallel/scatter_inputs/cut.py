@@ -101,16 +101,24 @@ def scatter_kwargs(
 
 
 def scatter_objects(
-    objects: dict[str, Any], devices: Devices, dim: int = 0, *, shares: Sequence[float] | None = None
+    objects: dict[str, Any],
+    devices: Devices,
+    dim: int = 0,
+    *,
+    shares: Sequence[float] | None = None,
+    how: Literal["view", "keep"] = "view",
 ) -> tuple[list[list[Any]], list[int]]:
     """Scatter several objects, named as in errors, at the same rows.
 
-    Where all ranks are on a tensor's device, and no graph goes through it, their chunks are views of it.
+    Args:
+        objects, devices, dim, shares: as for :func:`scatter`.
+        how: ``view``: where all ranks are on a tensor's device, and no graph goes through it, their chunks are views of
+            it.  ``keep``: chunks are views where the tensor is, on whatever device.
 
     Returns:
         Per rank its part of each object, and per rank its rows: zeros where no object has any.
     """
-    columns, counts = _scattered(objects, devices, dim, shares, how="view")
+    columns, counts = _scattered(objects, devices, dim, shares, how=how)
     parts = list(map(list, zip(*columns, strict=True)))
     return parts, [0] * len(parts) if counts is None else counts
 
@@ -136,7 +144,7 @@ def _scattered(
         check_shares(shares, ranks)
     with NULL_CONTEXT if tracer.sink is None else span("scatter"):
         if ranks == 1:
-            return _whole(objects, devices[0], dim, counted=how == "view")
+            return _whole(objects, devices[0], dim, how)
         arguments = Arguments(objects)
         alone = () if dealt is None else arguments.numbers_per_rank(dealt, ranks, dim)
         rows = arguments.rows(dim, alone)
@@ -146,15 +154,17 @@ def _scattered(
 
 
 def _whole(
-    objects: dict[str, Any], device: torch.device, dim: int, *, counted: bool
+    objects: dict[str, Any], device: torch.device, dim: int, how: How
 ) -> tuple[list[Sequence[Any]], list[int] | None]:
     """Return the objects for the only rank: nothing is cut, and what is on its device is passed on as it is."""
+    if how == "keep":
+        return [[obj] for obj in objects.values()], [_rows_of(objects, dim)]
     if tracer.recording is not None:
         _trace_whole(objects, device, dim)
     parts: list[Sequence[Any]] = []
     for obj in objects.values():
         parts += ([moved(obj, device)],)
-    return parts, [_rows_of(objects, dim)] if counted else None
+    return parts, [_rows_of(objects, dim)] if how == "view" else None
 
 
 def _rows_of(objects: dict[str, Any], dim: int) -> int:
@@ -199,7 +209,8 @@ def cut(
         Of each leaf one part per rank.
     """
     if how == "keep":
-        return [_kept(arguments, position, counts or [], dim) for position in range(len(arguments.leaves))]
+        counts = counts or [0] * len(devices)
+        return [_kept(arguments, position, counts, dim) for position in range(len(arguments.leaves))]
     viewed = devices[0] if how == "view" and len(set(devices)) == 1 else None
     columns: list[Sequence[Any]] = []
     for position, leaf in enumerate(arguments.leaves):

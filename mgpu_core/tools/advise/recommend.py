@@ -128,7 +128,7 @@ def _slow_update(device_count: int) -> str:
 def _waiting_gpus(host: HostShare, gpus: int) -> str:
     busy = f"{host.gpus} of {gpus} GPUs" if host.gpus else "not even one GPU"
     return (
-        f"The host is too slow for these GPUs: with {host.rows} rows each, one process keeps {busy} busy. More rows a "
-        "GPU help, fewer and larger operations (torch.compile), or a process per GPU: TrainStep(process_group=...) or "
-        "DDP under torchrun."
+        f"The host is too slow for these GPUs: with {host.rows} rows each, one process keeps {busy} busy. Replays of "
+        "graphs help (capture=True), more rows a GPU, fewer and larger operations (torch.compile), or a process per "
+        "GPU: TrainStep(process_group=...) or DDP under torchrun."
     )

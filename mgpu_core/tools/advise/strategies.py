@@ -37,7 +37,7 @@ def makers(plan: AdvicePlan) -> dict[str, Callable[[], Way]]:
     if len(plan.devices) > 1:
         ways[DROP_IN] = lambda: Loop(plan, lambda net: DataParallel(net, plan.devices))
     ways[ENGINE] = lambda: StepEngine(plan)
-    if [each.type for each in plan.distinct_devices] == [GRAPH_DEVICE]:  # several devices go the ordinary way
+    if {each.type for each in plan.distinct_devices} == {GRAPH_DEVICE}:
         ways[CAPTURED] = lambda: StepEngine(plan, capture=True)
     return ways
 

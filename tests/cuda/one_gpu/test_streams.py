@@ -8,6 +8,8 @@ from fakes.here import in_threads
 from torch.nn import functional
 
 import mgpu_core
+from mgpu_core.devices import streams
+from mgpu_core.devices.graphs import CudaRecorder
 
 gpu_only = pytest.mark.usefixtures("gpu_only")
 
@@ -25,6 +27,29 @@ def test_steps_on_late_streams(here, ranks, workers):
 def test_a_captured_step_on_late_streams(here):
     with here.late():
         here.train_alike(here.team(2), "adamw", each=here.poison, capture=True, bucket_nbytes=1 << 14)
+
+
+@gpu_only
+def test_work_outside_waits_for_an_event_of_the_replay_before_it(here):
+    """And for no more: the graph goes on behind the event."""
+    recorder, x, seen = CudaRecorder(), torch.zeros(1 << 20, device=here.device), []
+    event, side = recorder.event(), torch.Stream(here.device)
+
+    def work():
+        torch.cuda._sleep(2_000_000)
+        x.add_(1)
+        event.record(torch.accelerator.current_stream(here.device))
+        torch.cuda._sleep(2_000_000)
+        return [x]
+
+    recording, _ = recorder.record(here.device, work)
+    for _ in range(30):
+        recording.replay()
+        event.wait(side)
+        with streams.on(here.device, side):
+            seen.append(x[-1].clone())
+        torch.accelerator.current_stream(here.device).wait_stream(side)
+    assert [int(each) for each in seen] == list(range(1, 31))
 
 
 def test_the_wrapper_on_late_streams(here):

@@ -1,0 +1,289 @@
+"""A graph per device: what is recorded, launched and waited for in which order, and that replays are the steps."""
+
+import copy
+import warnings
+from collections import Counter
+
+import pytest
+import torch
+from fakes.graphs import Recorder, give_graphs, without_gpu
+from step.nets import mse
+from torch import nn
+from torch.nn import functional
+from torch.optim.lr_scheduler import ExponentialLR
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from mgpu_core import TrainStep, convert_sync_batchnorm, optim
+from mgpu_core.step.graph_cache import WARM_UP
+
+TWO = ["fake:0", "fake:1"]
+FOUR = ["fake:0", "fake:1", "fake:2", "fake:3"]
+DEVICES = {"two": TWO, "four": FOUR, "shared": ["fake:1", "fake:0", "fake:1"]}
+
+
+@pytest.fixture(autouse=True)
+def the_fakes_have_graphs(monkeypatch):
+    give_graphs(monkeypatch, torch.device("fake:0").type)
+
+
+class Attention(nn.Module):
+    """One head over what came before, and a residual, in a checkpoint."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.mix, self.out, self.norm = nn.Linear(width, 3 * width), nn.Linear(width, width), nn.LayerNorm(width)
+
+    def forward(self, x):
+        return checkpoint(self.attend, x, use_reentrant=False)
+
+    def attend(self, x):
+        query, key, value = self.mix(self.norm(x)).chunk(3, -1)
+        scores = (query @ key.transpose(1, 2)).tril()
+        return x + self.out(scores @ value)
+
+
+class Gpt(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.blocks = nn.Embedding(11, 6), nn.Sequential(Attention(6), Attention(6))
+
+    def forward(self, tokens):
+        return self.blocks(self.words(tokens)) @ self.words.weight.T
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2))
+
+
+def cnn():
+    return nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(48, 2))
+
+
+def seeded(i):
+    return torch.Generator("cpu").manual_seed(abs(i))
+
+
+def numbers(i, *shape):
+    return torch.randn(*shape, generator=seeded(i), dtype=torch.float64, device="cpu")
+
+
+def language_loss(output, target):
+    return functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def batch_of(name, i, rows):
+    if name == "gpt":
+        tokens = torch.randint(11, (rows, 5), generator=seeded(i), device="cpu")
+        return tokens, tokens.roll(-1, 1).masked_fill(tokens > 11 - rows + i % 3, -100)
+    return numbers(i, rows, *((4,) if name == "mlp" else (1, 6, 6))), numbers(-i, rows, 2)
+
+
+NETS = {"mlp": (mlp, mse), "cnn": (cnn, mse), "gpt": (Gpt, language_loss)}
+
+
+def pair(name, devices, make, **settings):
+    """Two steps over equal nets: one records, one does not."""
+    torch.manual_seed(0)
+    net, loss_fn = NETS[name][0]().double().to(devices[0]), NETS[name][1]
+    twin = copy.deepcopy(net)
+    captured = without_gpu(TrainStep(net, loss_fn, make(net.parameters()), devices, capture=True, **settings))
+    return captured, TrainStep(twin, loss_fn, make(twin.parameters()), devices, **settings)
+
+
+def assert_same(captured, plain):
+    for one, other in zip(captured.module.parameters(), plain.module.parameters(), strict=True):
+        assert torch.equal(one, other)
+        assert (one.grad is None) == (other.grad is None)
+        assert one.grad is None or torch.equal(one.grad, other.grad)
+    assert all(map(torch.equal, captured.module.buffers(), plain.module.buffers()))
+    captured.check_replicas()
+
+
+def adamw(parameters):
+    return optim.AdamW(parameters, lr=0.01)
+
+
+class Interrupts:
+    """A communication hook that adds up the devices, unless it is to be cut off."""
+
+    error = None
+
+    def __call__(self, bucket):
+        if self.error is not None:
+            raise self.error
+        total = bucket.tensors[0].clone()
+        for tensor in bucket.tensors[1:]:
+            total += tensor.to(total.device)
+        for tensor in bucket.tensors:
+            tensor.copy_(total)
+
+
+@pytest.mark.parametrize("workers", ["threads", "caller"])
+@pytest.mark.parametrize("devices", DEVICES)
+@pytest.mark.parametrize("name", NETS)
+def test_replays_are_steps(name, devices, workers):
+    """Rows, rates and frozen parameters that change; steps that fail or are cut off at their sums: the same bits."""
+    steps = pair(name, DEVICES[devices], adamw, workers=workers, bucket_nbytes=200, clip_norm=0.7)
+    schedules = [ExponentialLR(step.optimizer, 0.95) for step in steps]
+    hook = Interrupts()
+    for step in steps:
+        step.register_comm_hook(hook)
+    with warnings.catch_warnings(action="ignore"):
+        for i in range(28):
+            batch = batch_of(name, i, 8 if i % 3 else 3)
+            hook.error = {14: ValueError("no"), 17: KeyboardInterrupt()}.get(i)
+            if hook.error is not None:
+                for step in steps:
+                    with pytest.raises(type(hook.error)):
+                        step(*batch)
+            elif i == 20:
+                for step in steps:
+                    next(step.module.parameters()).requires_grad_(False)
+            else:
+                losses = [step(*batch) for step in steps]
+                assert torch.equal(*losses)
+            assert_same(*steps)
+            for schedule in schedules:
+                schedule.step()
+    assert steps[0].graphs.replays >= 12
+    states = [step.optimizer.state_dict()["state"] for step in steps]
+    for position, state in states[1].items():
+        assert all(torch.equal(states[0][position][key], value) for key, value in state.items())
+
+
+SETTINGS = {
+    "sharded optimizer": {"shard": "optimizer"},
+    "narrow sums": {"comm_dtype": torch.float32},
+    "torch's optimizer": {},
+    "ring": {"algorithm": "ring"},
+    "one bucket": {"bucket_nbytes": 1 << 20},
+    "a share each": {"shares": [1, 2, 3, 2]},
+    "checked": {"error_if_nonfinite": True},
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("name", ["cnn", "gpt"])
+def test_the_rest_of_the_step_is_the_ordinary_one(name, settings):
+    """Whatever comes after the passes is not recorded, so nothing of it has to be refused."""
+    make = torch.optim.AdamW if settings == "torch's optimizer" else optim.AdamW
+    steps = pair(name, FOUR, make, **{"bucket_nbytes": 200} | SETTINGS[settings])
+    for i in range(10):
+        assert torch.equal(*[step(*batch_of(name, i, 8)) for step in steps])
+        if settings != "sharded optimizer":
+            assert_same(*steps)
+    assert steps[0].graphs.replays == 10 - WARM_UP - 1
+    values = [step.module.state_dict().values() for step in steps]
+    assert all(map(torch.equal, *values))
+
+
+def test_a_loss_without_labels_on_a_device():
+    """And a batch with fewer rows than devices: theirs add nothing, and no sum of an earlier step."""
+    steps = pair("gpt", FOUR, adamw)
+    with warnings.catch_warnings(action="ignore"):
+        for i in range(14):
+            tokens, labels = batch_of("gpt", i, 8)
+            labels[4:6] = -100  # of device 2
+            rows = 8 if i % 2 else 3
+            assert torch.equal(*[step(tokens[:rows], labels[:rows]) for step in steps])
+            assert_same(*steps)
+    assert steps[0].graphs.replays == 14 - 2 * WARM_UP - 1
+
+
+def test_a_nan_in_a_replay_is_told_and_leaves_all_as_before():
+    steps = pair("cnn", TWO, adamw, error_if_nonfinite=True)
+    for i in range(6):
+        for step in steps:
+            step(*batch_of("cnn", i, 8))
+    x, y = batch_of("cnn", 6, 8)
+    x[5] = float("nan")
+    told = []
+    for step in steps:
+        with pytest.raises(FloatingPointError) as raised:
+            step(x, y)
+        told.append(str(raised.value))
+    assert told[0] == told[1]
+    assert "rank 1" in told[0]
+    for i in range(3):
+        assert torch.equal(*[step(*batch_of("cnn", i, 8)) for step in steps])
+        assert_same(*steps)
+    assert steps[0].graphs.replays == 6 - WARM_UP - 1 + 1 + 3
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda net: convert_sync_batchnorm(net), "ranks meet in synchronised layers"),
+        (lambda net: (net[0].weight.register_hook(lambda grad: grad), net)[1], "a parameter has a hook"),
+    ],
+    ids=["meet", "hook"],
+)
+def test_what_is_not_recorded_says_why(change, reason):
+    net = change(cnn().double().to("fake:0"))
+    step = without_gpu(TrainStep(net, mse, adamw(net.parameters()), TWO, capture=True))
+    step(*batch_of("cnn", 0, 8))
+    with pytest.warns(UserWarning, match=f"not captured: {reason}"):
+        step(*batch_of("cnn", 1, 8))
+    for i in range(5):
+        step(*batch_of("cnn", i, 8))
+    assert step.graphs.replays == 0
+
+
+def test_who_is_recorded_launched_and_waited_for():
+    """Graphs are launched before any sum, and the sum of a bucket waits for this bucket of every device alone."""
+    step, _ = pair("mlp", TWO, adamw, bucket_nbytes=300)
+    log = step._captured.recorder.log
+    step.register_comm_hook(lambda bucket: log.append(f"sum {bucket.index}"))
+    for i in range(WARM_UP + 1):
+        step(*batch_of("mlp", i, 8))
+    del log[:]
+    step(*batch_of("mlp", 8, 8))
+    launches = [f"{what} {device}" for device in TWO for what in ["launch", "event", "event", "event"]]
+    sums = [f"{what}" for bucket in range(3) for what in ["wait fake:0", "wait fake:1", f"sum {bucket}"]]
+    recordings = [f"{what} {device}" for device in TWO for what in ["record", "event", "event", "event"]]
+    assert log == [*recordings, *launches, *sums]
+    del log[:]
+    step(*batch_of("mlp", 9, 8))
+    assert log == [*launches, *sums]
+
+
+class LaunchesNothing(Recorder):
+    """Its graphs cost the host a call each, as on a GPU."""
+
+    def record(self, device, work):
+        replay, statics = super().record(device, work)
+        replay.replay = lambda: self.log.append(f"launch {device}")
+        for static in statics:
+            static.zero_()
+        return replay, statics
+
+
+class Copies(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.devices = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.copy_.default and args[1].device.type == "cpu":
+            self.devices[str(args[0].device)] += 1
+        return func(*args, **kwargs or {})
+
+
+def test_a_replay_costs_the_host_few_calls():
+    net = nn.Sequential(*[nn.Linear(8, 8) for _ in range(5)]).to("fake:0")
+    step = TrainStep(
+        net, mse, optim.SGD(net.parameters(), lr=0.1), FOUR, capture=True, bucket_nbytes=288, error_if_nonfinite=False
+    )
+    recorder = LaunchesNothing(step)
+    without_gpu(step, recorder)
+    x, y = torch.ones(16, 8, device="cpu"), torch.ones(16, 8, device="cpu")
+    for _ in range(WARM_UP + 3):
+        step(x, y)
+    del recorder.log[:]
+    step(x, y)
+    counts = Counter(each.split()[0] for each in recorder.log)
+    assert counts == {"launch": 4, "wait": 5 * 4}
+    with Copies() as copies:
+        step(x, y)
+    assert copies.devices == dict.fromkeys(FOUR, 2)  # the rows of x and y

@@ -12,6 +12,7 @@ void bind_stream(py::module_& m) {
       .def_property_readonly("backend", [](const Stream& self) { return backend_of(self.backend).name; })
       .def_readonly("device", &Stream::device)
       .def_property_readonly("handle", [](const Stream& self) { return reinterpret_cast<Pointer>(self.handle); })
+      .def_property_readonly("is_captured", [](const Stream& self) { return device_ops_of(self).is_captured(self); })
       .def(
           "__eq__", [](const Stream& self, const Stream& other) { return self == other; }, py::is_operator(),
           py::arg("other"))

@@ -51,6 +51,7 @@ class DeviceOps {
   virtual void wait(Stream on, const Event& event) = 0;
   virtual bool reached(const Event& event) = 0;
   virtual void synchronize(Stream on) = 0;  // the caller waits for all that is on it
+  virtual bool is_captured(Stream on) = 0;  // what is put on it goes into a graph
 
   // Makes a device the calling thread's current one until the returned object is destroyed, for libraries that use the
   // current device.  The objects are destroyed in the reverse order.

@@ -33,6 +33,7 @@ class LoggingDeviceOps final : public DeviceOps {
   void wait(Stream on, const Event& event) override { ops_.wait(on, event); }
   bool reached(const Event& event) override { return ops_.reached(event); }
   void synchronize(Stream on) override { ops_.synchronize(on); }
+  bool is_captured(Stream on) override { return ops_.is_captured(on); }
   std::shared_ptr<void> make_current(int device) override { return ops_.make_current(device); }
   std::shared_ptr<void> staging(int64_t nbytes, const Streams& users) override { return ops_.staging(nbytes, users); }
   void keep(Stream on, std::shared_ptr<void> memory) override { ops_.keep(on, std::move(memory)); }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 
@@ -15,10 +16,12 @@ from mgpu_core import _core
 from mgpu_core.comm import tuning
 from mgpu_core.comm.layout import Stream
 from mgpu_core.devices.nccl_teams import with_nccl
-from mgpu_core.devices.streams import HOST, core_streams, is_capturing
+from mgpu_core.devices.streams import HOST, core_streams
 from mgpu_core.errors import BackendUnavailable, Error
 
 __all__ = ["AllReduceAlgorithm"]
+
+_is_captured = attrgetter("is_captured")  # into a graph
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,7 @@ class AllReduceAlgorithm:
 
     def _on_gpus(self, asked: str) -> str:
         """Return the algorithm for ``asked``.  Inside a capture it is never NCCL: a graph has no launch order."""
-        if any(map(is_capturing, set(self._devices()))):
+        if any(map(_is_captured, self.streams)):
             if asked == "nccl":
                 raise BackendUnavailable("nccl cannot be captured in a graph: call it between graphs")
             return "direct" if asked == "auto" else asked

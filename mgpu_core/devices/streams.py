@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, lru_cache
+from operator import attrgetter
 from threading import Lock
 from typing import Literal, TypeAlias
 
@@ -42,6 +43,8 @@ HOST = _core.Stream("cpu", 0, 0)
 GPU_BACKEND = "cuda"  # the core's name of it
 GPU_TYPE = "cuda"  # the devices that it serves
 
+_type_of, _index_of = attrgetter("type"), attrgetter("index")
+
 
 def caller_streams(devices: Sequence[torch.device]) -> list[torch.Stream | None]:
     """Return the current stream of each device in the calling thread; ``None`` for the CPU."""
@@ -50,29 +53,28 @@ def caller_streams(devices: Sequence[torch.device]) -> list[torch.Stream | None]
 
 def on(device: torch.device, stream: torch.Stream | None) -> AbstractContextManager[None]:
     """Make ``device`` and ``stream`` the current ones of this thread."""
-    return NULL_CONTEXT if device.type == "cpu" or stream is None else _on_accelerator(device, stream)
+    return NULL_CONTEXT if device.type == "cpu" or stream is None else _on_streams([(device, stream)])
+
+
+def on_all(devices: Sequence[torch.device], streams: Sequence[torch.Stream | None]) -> AbstractContextManager[None]:
+    """Make each stream the current one of its device."""
+    pairs = [(device, stream) for device, stream in zip(devices, streams, strict=True) if stream is not None]
+    return _on_streams(pairs) if pairs else NULL_CONTEXT
 
 
 @contextmanager
-def _on_accelerator(device: torch.device, stream: torch.Stream) -> Iterator[None]:
+def _on_streams(pairs: Sequence[tuple[torch.device, torch.Stream]]) -> Iterator[None]:
     # Not ``with stream``: torch keeps the previous stream on the stream's object, which threads share, so that each
     # thread could get back the stream of another one.
-    with torch.accelerator.device_index(device.index):
-        before = torch.accelerator.current_stream(device)
-        torch.accelerator.set_stream(stream)
+    with torch.accelerator.device_index(pairs[0][0].index):
+        before = [torch.accelerator.current_stream(device) for device, _ in pairs]
         try:
+            for _, stream in pairs:
+                torch.accelerator.set_stream(stream)
             yield
         finally:
-            torch.accelerator.set_stream(before)
-
-
-def on_all(devices: Sequence[torch.device], streams: Sequence[torch.Stream | None]) -> AbstractContextManager[object]:
-    """Make each stream the current one of its device."""
-    stack = ExitStack()
-    for device, stream in zip(devices, streams, strict=True):
-        if stream is not None:
-            stack.enter_context(on(device, stream))
-    return stack
+            for stream in reversed(before):
+                torch.accelerator.set_stream(stream)
 
 
 @contextmanager
@@ -104,14 +106,10 @@ def core_stream(device: torch.device) -> _core.Stream | None:
 
 def core_serves(devices: Sequence[torch.device]) -> bool:
     """Return whether one backend of the core serves all of these devices."""
-    for device in devices:
-        if device.type != "cpu":
-            break
-    else:
+    kinds = set(map(_type_of, devices))
+    if kinds <= {"cpu"}:
         return True
-    if any(device.type != GPU_TYPE for device in devices) or not _cuda_backend_works():
-        return False
-    return all(_has_code_for(device.index) for device in devices)
+    return kinds == {GPU_TYPE} and _cuda_backend_works() and all(map(_has_code_for, map(_index_of, devices)))
 
 
 def core_streams(devices: Sequence[torch.device]) -> list[_core.Stream] | None:
@@ -180,7 +178,7 @@ class SideStreams:
         for stream in streams:
             if stream != side:
                 side.wait_stream(stream)
-        return _on_accelerator(device, side)
+        return _on_streams([(device, side)])
 
     def summing(self, device: torch.device) -> torch.Stream:
         """Return the side stream of a device."""

@@ -110,13 +110,17 @@ class CapturedSteps:
 
     def _fixed(self, clip_norm: float | None) -> tuple[Hashable, ...]:
         """Return the settings that a recording fixes, besides the batch."""
-        replicas, optimizer_step = self._update.replicas, self._update.optimizer_step
+        replicas = self._update.replicas
+        of_update = (tuple(self._update.used), self._update.optimizer_step.memory) if self.is_whole else ()
         autocast = torch.is_autocast_enabled(GRAPH_DEVICE) and torch.get_autocast_dtype(GRAPH_DEVICE)
         modes = tuple(node.module.training for modules in self._modules for node in modules.tree.nodes)
-        frozen, used, buffers = tuple(replicas.frozen), tuple(self._update.used), tuple(map(id, self.buffers))
-        memory = optimizer_step.memory, replicas.moves, replicas.renewals
-        shares = tuple(self.passes.split_plan.shares or ())
-        return modes, frozen, used, buffers, memory, shares, clip_norm, autocast, self._update.loss_scale.scale
+        frozen, buffers, memory = (
+            tuple(replicas.frozen),
+            tuple(map(id, self.buffers)),
+            (replicas.moves, replicas.renewals),
+        )
+        shares, scale = tuple(self.passes.split_plan.shares or ()), self._update.loss_scale.scale
+        return modes, frozen, of_update, buffers, memory, shares, clip_norm, autocast, scale
 
     def _record(self, batch: Any, clip_norm: float | None) -> Replay:
         try:

@@ -170,6 +170,7 @@ class GradBuckets:
         self._parts = [[of_device[bucket] for of_device in self.sums.parts] for bucket in range(len(self.buckets))]
         self.nothing: list[list[torch.Tensor | None]] = [[None] * len(members) for members in self.members]
         self.norm = norm_of(self.sums, may_be_sparse=bool(self.sparse))
+        self._firsts = [ranks[0] for ranks in replicas.ranks_of]  # what a recording calls the devices
         devices = range(len(self.flats))
         self._rank_sums = [[self._sums_on(index, members) for index in devices] for members in self.members]
         if processes is not None:
@@ -281,12 +282,11 @@ class GradBuckets:
             bucket: its number.
             parts: where the devices' parts of the sum go; empty: they stay where they are in it.
         """
-        communication, tensors = self._communication, [flat.gradients[bucket] for flat in self.flats]
+        communication, tensors = self._communication, self._wholes[bucket]
         options, processes = communication.options, communication.processes
         dtype, wanted = tensors[0].dtype, options.comm_dtype
         is_cast = wanted is not None and wanted != dtype and not dtype.is_complex
         sent = [tensor.to(wanted) for tensor in tensors] if is_cast else tensors
-        firsts = [ranks[0] for ranks in self._replicas.ranks_of]  # what a recording calls the devices
         if communication.hook is not None:
             is_last = bucket == len(self.buckets) - 1
             communication.hook(GradientBucket(bucket, sent, self.names(bucket), is_last))
@@ -294,9 +294,9 @@ class GradBuckets:
             outs = [part_of(each, index, communication.shards) for index, each in enumerate(sent)]
             if parts and not is_cast:
                 outs, parts = [*parts], ()
-            dispatch.reduce_scatter_into(sent, outs, "sum", firsts)
+            dispatch.reduce_scatter_into(sent, outs, "sum", self._firsts)
         else:
-            dispatch.all_reduce_into(sent, "sum", options.algorithm, True, firsts)
+            dispatch.all_reduce_into(sent, "sum", options.algorithm, True, self._firsts)
         if is_cast:
             for tensor, message in zip(tensors, sent, strict=True):
                 tensor.copy_(message)

@@ -1,13 +1,16 @@
 """A graph per device: what is recorded, launched and waited for in which order, and that replays are the steps."""
 
 import copy
+import cProfile
+import gc
+import pstats
 import warnings
 from collections import Counter
 
 import pytest
 import torch
 from fakes.graphs import Recorder, give_graphs, without_gpu
-from step.nets import mse
+from step.nets import Branches, mse
 from torch import nn
 from torch.nn import functional
 from torch.optim.lr_scheduler import ExponentialLR
@@ -191,6 +194,21 @@ def test_a_loss_without_labels_on_a_device():
     assert steps[0].graphs.replays == 14 - 2 * WARM_UP - 1
 
 
+def test_branches_in_turn_are_two_recordings():
+    """Each knows its own parameters, whatever the step before has used."""
+    torch.manual_seed(0)
+    nets = [Branches().double().to("fake:0")]
+    nets.append(copy.deepcopy(nets[0]))
+    steps = [TrainStep(net, mse, adamw(net.parameters()), TWO, capture=net is nets[0]) for net in nets]
+    without_gpu(steps[0])
+    for i in range(16):
+        batch = numbers(i, 6, 4), i % 2, numbers(-i, 6, 2)
+        assert torch.equal(*[step(*batch) for step in steps])
+        assert_same(*steps)
+    assert len(steps[0].graphs) == 2
+    assert steps[0].graphs.replays >= 16 - 2 * WARM_UP - 1
+
+
 def test_a_nan_in_a_replay_is_told_and_leaves_all_as_before():
     steps = pair("cnn", TWO, adamw, error_if_nonfinite=True)
     for i in range(6):
@@ -280,8 +298,14 @@ def test_a_replay_costs_the_host_few_calls():
     x, y = torch.ones(16, 8, device="cpu"), torch.ones(16, 8, device="cpu")
     for _ in range(WARM_UP + 3):
         step(x, y)
+    gc.collect()  # what other tests have left calls functions when it goes
     del recorder.log[:]
-    step(x, y)
+    profile = cProfile.Profile()
+    torch.set_default_device(None)  # a default device costs a call for each operation
+    profile.runcall(step, x, y)
+    torch.set_default_device("fake:0")
+    calls = pstats.Stats(profile)
+    assert calls.total_calls - sum(calls.stats[key][1] for key in calls.stats if "/tests/" in key[0]) <= 800
     counts = Counter(each.split()[0] for each in recorder.log)
     assert counts == {"launch": 4, "wait": 5 * 4}
     with Copies() as copies:

@@ -163,7 +163,7 @@ def test_one_device_is_not_measured(machine):
 
 def test_while_a_graph_is_captured_nothing_is_measured_and_nccl_is_refused(machine, monkeypatch):
     ran = []
-    monkeypatch.setattr("mgpu_core.comm.algorithms.is_capturing", lambda gpu: True)
+    monkeypatch.setattr("mgpu_core.comm.algorithms._is_captured", lambda stream: True)
     monkeypatch.setattr(algorithms._core, "all_reduce", lambda *arguments: ran.append(arguments[5]) or arguments[5])
     monkeypatch.setattr(tuning, "_tables", {(0, 1): {4096: "nccl"}})  # also where it is known
     call = algorithms.AllReduceAlgorithm([64, 128], STREAMS, 7, "float32", 28, "sum", True)
@@ -213,7 +213,7 @@ def test_on_gpus_auto_is_what_was_chosen_and_nccl_goes_to_its_team(monkeypatch):
         def all_reduce(self, *arguments):
             asked.append(arguments)
 
-    monkeypatch.setattr("mgpu_core.comm.algorithms.is_capturing", lambda gpu: False)
+    monkeypatch.setattr("mgpu_core.comm.algorithms._is_captured", lambda stream: False)
     monkeypatch.setattr(tuning, "choose", lambda devices, nbytes, run: {((0, 1), 28): "nccl"}[tuple(devices), nbytes])
     monkeypatch.setattr(algorithms, "with_nccl", lambda devices, call: (asked.append(devices), call(Team())))
     call = algorithms.AllReduceAlgorithm([64, 128], STREAMS, 7, "float32", 28, "sum", True)
@@ -246,7 +246,7 @@ def fill(pointers, count, value):
 
 def gpus_in_host_memory(monkeypatch):
     ones = torch.ones
-    monkeypatch.setattr(algorithms, "is_capturing", lambda gpu: False)
+    monkeypatch.setattr(algorithms, "_is_captured", lambda stream: False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
     monkeypatch.setattr(
         algorithms, "core_streams", lambda devices: [Stream("cuda", device.index, 9) for device in devices]

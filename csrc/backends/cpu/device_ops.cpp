@@ -107,6 +107,7 @@ class CpuDeviceOps final : public DeviceOps {
   void wait(Stream, const Event&) override {}
   bool reached(const Event&) override { return true; }
   void synchronize(Stream) override {}
+  bool is_captured(Stream) override { return false; }
   std::shared_ptr<void> make_current(int) override { return nullptr; }
 
   std::shared_ptr<void> staging(int64_t nbytes, const Streams&) override {

@@ -72,6 +72,7 @@ class CudaDeviceOps final : public DeviceOps {
     const DeviceGuard guard(on.device);
     check(cudaStreamSynchronize(handle_of(on)), "cudaStreamSynchronize");
   }
+  bool is_captured(Stream on) override { return is_capturing(on); }
   std::shared_ptr<void> make_current(int device) override { return std::make_shared<DeviceGuard>(device); }
 
   std::shared_ptr<void> staging(int64_t nbytes, const Streams& users) override { return pinned(nbytes, users); }

@@ -171,14 +171,6 @@ std::vector<Kept> take_passed() {
   return all;
 }
 
-bool is_capturing(Stream on) {
-  if (on.on_host()) return false;
-  const DeviceGuard guard(on.device);
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  check(cudaStreamIsCapturing(handle_of(on), &status), "cudaStreamIsCapturing");
-  return status != cudaStreamCaptureStatusNone;
-}
-
 // Waits on the host until each stream is done with the memory that it has held the longest.  Returns false if they hold
 // none.  Only the caller's streams: those of another thread may wait for work that this thread has yet to launch.
 bool wait_for_oldest(const Streams& users) {
@@ -196,6 +188,14 @@ bool wait_for_oldest(const Streams& users) {
 }
 
 }  // namespace
+
+bool is_capturing(Stream on) {
+  if (on.on_host()) return false;
+  const DeviceGuard guard(on.device);
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  check(cudaStreamIsCapturing(handle_of(on), &status), "cudaStreamIsCapturing");
+  return status != cudaStreamCaptureStatusNone;
+}
 
 Event record_event(Stream on) {
   const DeviceGuard guard(on.device);

@@ -20,6 +20,8 @@ constexpr int64_t kIdleRequests = 1000;
 // Returns memory of at least `nbytes`.  Where the limit leaves no room, waits on the host until earlier work on
 // the streams of `users` has run; while one of them is captured into a graph, neither waits nor frees.
 std::shared_ptr<void> pinned(int64_t nbytes, const Streams& users);
+// Whether what is put on the stream goes into a graph.
+bool is_capturing(Stream on);
 // Holds the memory until what is on the stream now has run.  A captured stream holds it for ever.
 void keep_pinned(Stream on, std::shared_ptr<void> memory);
 

@@ -40,6 +40,7 @@ class DeferredDevice final : public DeviceOps {
   void wait(Stream on, const Event& event) override;
   bool reached(const Event& event) override;
   void synchronize(Stream on) override;
+  bool is_captured(Stream) override { return false; }
   std::shared_ptr<void> make_current(int device) override;
   std::shared_ptr<void> staging(int64_t nbytes, const Streams& users) override;
   void keep(Stream on, std::shared_ptr<void> memory) override;

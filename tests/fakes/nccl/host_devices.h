@@ -64,6 +64,7 @@ class HostDevices final : public DeviceOps {
     run();
     return !event || *static_cast<const bool*>(event.get());
   }
+  bool is_captured(Stream) override { return false; }
   void synchronize(Stream on) override {
     const Event event = record(on);
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(30);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 
 from mgpu_core.comm import dispatch
 from mgpu_core.devices.dtypes import FLOATING
+from mgpu_core.devices.graphs import CudaRecorder, Recording
 from mgpu_core.devices.transfer import copy_into
 from mgpu_core.optim.bucket_layout import Bucket, shard_of
 from mgpu_core.optim.device_state import NO_GROUP, DeviceState, Launch
@@ -43,6 +45,7 @@ class FlatState:
         factor: of gradients in the next update; ``None``: the devices alone know.
         generation: grows when tables or state get other memory.
         launches: kernels of all devices; :meth:`prepare` makes them, and a new state empties them.
+        recorded: launches for which :meth:`record` was called, and a graph of them per device.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class FlatState:
         self.factor: float | None = 1.0
         self._is_factor_recorded = False  # a recorded graph writes it
         self.launches: list[Launch] = []
+        self.recorded: tuple[list[Launch], list[Recording]] = [], []
         self._shown: list[Any] = []  # entries of the optimizer's state, and their values
         self._ids: list[int] = []  # of these, which are kept so that no other object gets an id
         self._entries: list[Any] = []  # the entries, by parameter, as this object has left them
@@ -97,6 +101,13 @@ class FlatState:
                 device.gradients = flat.gradients
             if self.launches:
                 self.launches = [each for device in self.devices for each in device.launches(self._kernel)]
+
+    def record(self, recorder: CudaRecorder) -> None:
+        """Let the launches of each device be one, of a graph, until others are made."""
+        if self.recorded[0] is not self.launches:
+            works = [partial(_launch_all, device.launches(self._kernel)) for device in self.devices]
+            pairs = zip(self.flats, works, strict=True)
+            self.recorded = self.launches, [recorder.record(flat.device, work)[0] for flat, work in pairs]
 
     def _groups_now(self) -> dict[int, int]:
         groups = enumerate(self._optimizer.param_groups)
@@ -233,8 +244,7 @@ class FlatState:
         if factor is not None:
             self.devices[0].scale_by(factor)
             self.factor, self._is_factor_recorded = None, True
-        for kernel, _ in self.devices[0].launches(self._kernel):
-            kernel.step()
+        _launch_all(self.devices[0].launches(self._kernel))
 
     def hold_back(self, if_not_zero: torch.Tensor) -> None:
         """Let the next :meth:`run` change nothing if this number on its device is not 0; the host does not wait."""
@@ -288,6 +298,12 @@ class FlatState:
                     owner.bring(i, kind, flat)
                 entry[kind] = shaped(flat, 0, like)
         return state
+
+
+def _launch_all(launches: Sequence[Launch]) -> list[torch.Tensor]:
+    for kernel, _ in launches:
+        kernel.step()
+    return []
 
 
 def _values_of(entries: list[Any]) -> Iterator[Any]:

@@ -91,7 +91,11 @@ class FlatOptimizer(Optimizer):
             flat.prepare(used)
         if type(factor) is not float or factor != flat.factor:
             flat.scale_by(factor)
-        for kernel, parameters in flat.launches:
+        launches, graphs = flat.recorded
+        is_recorded = launches is flat.launches and gradients is None
+        for graph in graphs if is_recorded else ():
+            graph.replay()
+        for kernel, parameters in () if is_recorded else flat.launches:
             kernel.step(None if gradients is None else [gradients[i] for i in parameters])
         if flat.shards > 1:
             flat.share_values()

@@ -5,8 +5,8 @@ recording has fixed are part of its key: shapes, modes, the loss scale.
 
 Where ranks share one device, a graph holds the whole step, from the batch to the update.  Over several devices each has
 a graph of forward, backward and the sums over its own ranks: graphs are recorded one after the other, so that none can
-wait for another device.  At the end of a bucket it records an event.  The sums over devices and the update are launched
-in every step, as ever, and overlap with the graphs::
+wait for another device.  At the end of a bucket it records an event.  The sums over devices are launched in every step,
+as ever, and overlap with the graphs; so is the update, of which the kernels of each device are a graph::
 
     host        copies, launches both graphs ─ launches sum 1 ─ sum 0 ─ update
     device 0    [ forward ─ backward ─ bucket 1, event ── bucket 0, event ]       update
@@ -203,6 +203,12 @@ class CapturedSteps:
             factor = factor_of(factor, norm.compute(), clip_norm)
         flat.run(factor)
 
+    def record_update(self) -> None:
+        """Let the update of each device be one launch, where the optimizer is one of ours."""
+        optimizer_step = self._update.optimizer_step
+        if optimizer_step.memory is not None:
+            optimizer_step.flat.record(self.recorder)
+
     @property
     def window(self) -> Window:
         """The call that is recorded or replayed."""
@@ -283,6 +289,7 @@ class _GradientGraphs(_Graphs):
             value, weight = numbers.pop(0), loss.weight
             losses[rank] = RankLoss(value, numbers.pop(0) if isinstance(weight, torch.Tensor) else weight)
         self._losses = [losses[rank] for rank in present]
+        steps.record_update()
 
     def _work(self, index: int) -> list[torch.Tensor]:
         steps, ranks = self._steps, self._ranks_of[index]

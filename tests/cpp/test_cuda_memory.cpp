@@ -124,7 +124,9 @@ static void captures_are_left_alone() {
   CudaWorld world(0, {0});
   const Stream stream = world.streams()[0];
   const Event event = world.ops().record(stream);
+  CHECK(!world.ops().is_captured(stream));
   fakeCudaCapture(true);
+  CHECK(world.ops().is_captured(stream) && !world.ops().is_captured({}));
   CHECK(world.ops().reached(event));
   world.ops().wait({}, event);
   std::weak_ptr<void> kept;

@@ -10,7 +10,10 @@ cut off: an ``__exit__`` in Python may be left before its first line, and its th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from operator import attrgetter
 from threading import Lock, RLock, get_ident
 from typing import Any
 
@@ -28,7 +31,7 @@ class _Stay(_RLock):  # type: ignore[misc]
     __enter__ = _RLock._is_owned  # it is held already: a function of C that does nothing
 
     def __init__(self) -> None:
-        self.thread = get_ident()
+        self.thread, self.is_alone = get_ident(), False
 
     def is_over(self, seconds: float = 0.0) -> bool:
         """Wait so long for its end, in another thread; return whether it has come."""
@@ -52,7 +55,7 @@ class Exclusive:
         busy: the message of a wait that took too long, up to its seconds: ``another recording did not end``.
 
     Attributes:
-        is_alone: whether who is inside now came in to be alone.
+        is_alone: whether the last thread that came in is alone.
     """
 
     def __init__(self, busy: str) -> None:
@@ -62,7 +65,7 @@ class Exclusive:
         self.is_alone = False
 
     def enter(self, alone: Callable[[], bool] = lambda: True) -> _Stay:
-        """Wait until this thread may come in; return its stay, for ``with``, or until it leaves.
+        """Wait until this thread may come in; return its stay, for ``with``.
 
         Args:
             alone: returns whether it has to be, as far as is known then.
@@ -70,31 +73,52 @@ class Exclusive:
         Raises:
             Error: it may not within ``MGPU_CORE_TIMEOUT`` seconds.
         """
-        stay, seconds, began = _Stay(), 0.0, 0.0
+        stay = _Stay()
         try:
-            while (other := self._begin(stay, alone)) is not None:
-                if not began:
-                    seconds, began = time_limit(), time.monotonic()
-                if not other.is_over(max(began + seconds - time.monotonic(), 0.0)):
-                    raise Error(f"{self._busy} within {seconds:g} s; MGPU_CORE_TIMEOUT sets the limit")
+            self._wait_for(stay, alone)
             return stay
         except BaseException:
             stay.let_go()
             raise
 
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Let others come in while this thread, which is inside, waits for them.
+
+        Raises:
+            Error: it may not come in again within ``MGPU_CORE_TIMEOUT`` seconds.
+        """
+        stays = [each for each in self._stays if each._is_owned()]
+        for stay in stays:
+            stay.let_go()
+        try:
+            yield
+        finally:
+            try:
+                for stay in stays:
+                    self._wait_for(stay, partial(attrgetter("is_alone"), stay))
+            finally:
+                for stay in stays:  # their blocks end in any case
+                    if not stay._is_owned():
+                        stay.acquire()
+
+    def _wait_for(self, stay: _Stay, alone: Callable[[], bool]) -> None:
+        seconds, began = 0.0, 0.0
+        while (other := self._begin(stay, alone)) is not None:
+            if not began:
+                seconds, began = time_limit(), time.monotonic()
+            if not other.is_over(max(began + seconds - time.monotonic(), 0.0)):
+                raise Error(f"{self._busy} within {seconds:g} s; MGPU_CORE_TIMEOUT sets the limit")
+
     def _begin(self, stay: _Stay, alone: Callable[[], bool]) -> _Stay | None:
         """Begin a stay, or return one that has to end before."""
         with self._lock:
             others = [each for each in self._stays if each.thread != stay.thread and not each.is_over()]
-            wants = alone()
-            if others and (wants or self.is_alone):
-                return others[0]
             outer = [each for each in self._stays if each._is_owned()]
-            self._stays, self.is_alone = [*others, *outer, stay], wants
+            is_alone = alone() or any(each.is_alone for each in outer)
+            before = others if is_alone else [each for each in others if each.is_alone]
+            if before:
+                return before[0]
+            self._stays, self.is_alone, stay.is_alone = [*others, *outer, stay], is_alone, is_alone
             stay.acquire()
             return None
-
-    def leave(self) -> None:
-        """Let others come in; do nothing if this thread is not inside."""
-        for stay in self._stays:
-            stay.let_go()

@@ -17,9 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import wraps
-from threading import get_ident
 from typing import Any, TypeVar, cast
 
 import torch
@@ -135,56 +133,33 @@ def _kind_of(replica: Module, args: Any, kwargs: Any) -> Any:
     return replica.training, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *leaves
 
 
-@dataclass(slots=True)
-class _Use:
-    """The use of the compiler by a thread, which is inside it, or has lent it to others."""
-
-    thread: int
-    alone: bool
-
-
 class _Compiler:
     """Many may run compiled code at once, or one may compile."""
 
     def __init__(self) -> None:
-        self._exclusive = Exclusive("torch.compile was busy in another rank, and not free")
+        self.exclusive = Exclusive("torch.compile was busy in another rank, and not free")
 
     @contextmanager
     def used(self, alone: bool) -> Iterator[None]:
         """Wait until this use is allowed; one inside another, also in the ranks of a forward inside it, is."""
-        if _inside.get() is not None:
+        if _inside.get():
             yield
             return
-        use = _Use(get_ident(), alone)
-        token = _inside.set(use)
+        token = _inside.set(True)
         try:
-            self._exclusive.enter(lambda: alone)
-            yield
+            with self.exclusive.enter(lambda: alone):
+                yield
         finally:
-            self._exclusive.leave()
             _inside.reset(token)
 
-    @contextmanager
-    def lent(self) -> Iterator[None]:
-        """Around a wait for ranks that may need the compiler to come; nothing in a thread that does not use it."""
-        use = _inside.get()
-        if use is None or use.thread != get_ident():
-            yield
-            return
-        self._exclusive.leave()
-        try:
-            yield
-        finally:
-            self._exclusive.enter(lambda: use.alone)
 
-
-_inside: ContextVar[_Use | None] = ContextVar("mgpu_core_inside_compiled", default=None)
+_inside: ContextVar[bool] = ContextVar("mgpu_core_inside_compiled", default=False)
 _compiler = _Compiler()
 
 
 def compiler_lent() -> AbstractContextManager[None]:
     """Around a wait of a rank for the others: one that compiles lets them compile meanwhile."""
-    return NULL_CONTEXT if _inside.get() is None else _compiler.lent()
+    return _compiler.exclusive.lent() if _inside.get() else NULL_CONTEXT
 
 
 def _after_fork_in_child() -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -28,7 +29,7 @@ from torch.nn import Module
 
 from mgpu_core.devices.graphs import GRAPH_DEVICE, CudaRecorder, GraphEvent
 from mgpu_core.devices.time_limits import time_limit
-from mgpu_core.step.forward_backward import ForwardBackward
+from mgpu_core.step.forward_backward import ForwardBackward, detached
 from mgpu_core.step.grad_clip import GradientNorm, factor_of, overflow_of, warm_up
 from mgpu_core.step.graph_cache import Replay, StaticNest, StepGraphs
 from mgpu_core.step.losses import RankLoss, RankPart
@@ -36,6 +37,10 @@ from mgpu_core.step.options import Options
 from mgpu_core.step.reducer import Gradients, Reducer
 from mgpu_core.step.update import Update
 from mgpu_core.step.window import Window
+from mgpu_core.support.null_context import NULL_CONTEXT
+from mgpu_core.trace import tracer
+from mgpu_core.trace.events import ALL_RANKS
+from mgpu_core.trace.tracer import span
 from mgpu_core.trees.module_tree import modules_of
 
 __all__ = ["CapturedSteps", "captured_steps"]
@@ -59,8 +64,8 @@ class CapturedSteps:
         self.reducer, self.passes, self._update = reducer, passes, update
         self._reduction, self._modules = options.reduction, passes.ranks.modules
         self.graphs, self.recorder = StepGraphs(), CudaRecorder()
-        self._kept: list[Module] = []  # of the ranks
-        self._tables: list[dict[str, Any]] = []  # of their buffers
+        self._kept: list[list[Module]] = []  # of the ranks
+        self._tables: tuple[list[dict[str, Any]], list[dict[str, Any]]] = [], []  # of their tensors
         self.devices = update.replicas.devices
         self.is_whole = len(self.devices) == 1
 
@@ -114,13 +119,11 @@ class CapturedSteps:
         of_update = (tuple(self._update.used), self._update.optimizer_step.memory) if self.is_whole else ()
         autocast = torch.is_autocast_enabled(GRAPH_DEVICE) and torch.get_autocast_dtype(GRAPH_DEVICE)
         modes = tuple(node.module.training for modules in self._modules for node in modules.tree.nodes)
-        frozen, buffers, memory = (
-            tuple(replicas.frozen),
-            tuple(map(id, self.buffers)),
-            (replicas.moves, replicas.renewals),
-        )
+        first, others = self.tensors()
+        tensors = *map(id, first), *map(torch.Tensor.data_ptr, first), *map(id, others)  # the user may say `t.data =`
+        frozen, memory = tuple(replicas.frozen), (replicas.moves, replicas.renewals)
         shares, scale = tuple(self.passes.split_plan.shares or ()), self._update.loss_scale.scale
-        return modes, frozen, of_update, buffers, memory, shares, clip_norm, autocast, scale
+        return modes, frozen, of_update, tensors, memory, shares, clip_norm, autocast, scale
 
     def _record(self, batch: Any, clip_norm: float | None) -> Replay:
         try:
@@ -156,13 +159,19 @@ class CapturedSteps:
         if replaced:
             raise RuntimeError(f"the forward puts another tensor in place of buffer {replaced[0]}")
 
-    @property
-    def buffers(self) -> list[torch.Tensor]:
-        """The buffers of all ranks: a recording reads their memory, so it keeps them."""
-        kept = [module for modules in self._modules for module in modules.kept]
+    def tensors(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return the tensors that recordings read, besides the net's parameters: of rank 0, and of the other ranks."""
+        kept = [modules.kept for modules in self._modules]
         if kept != self._kept:  # they live on, and are static
-            self._kept, self._tables = kept, [each._buffers for module in kept for each in modules_of(module)]
-        return list(chain.from_iterable(map(dict.values, self._tables)))
+            self._kept, self._tables = kept, ([], [])
+            for number, of_ranks in enumerate(kept):
+                for rank, module in enumerate(of_ranks):
+                    for layer in modules_of(module):
+                        self._tables[rank > 0].append(layer._buffers)
+                        if number:  # a loss, whose parameters are not the net's
+                            self._tables[rank > 0].append(layer._parameters)
+        first, others = [list(chain.from_iterable(map(dict.values, tables))) for tables in self._tables]
+        return [tensor for tensor in first if tensor is not None], others
 
     def begin(self) -> None:
         """Open a new window, for one call."""
@@ -236,7 +245,12 @@ class _Graphs:
         devices = steps.passes.ranks.team.devices
         self._batch = [StaticNest(_nest_of(part), device) for part, device in zip(parts, devices, strict=False)]
         self._parts = [RankPart(*static.nest) for static in self._batch]
-        self._buffers = steps.buffers
+        self._tensors = steps.tensors()  # whose memory the graphs read
+
+    def _part(self, rank: int) -> RankPart:
+        """Return the part of a rank, in tensors that its forward may mark (``x.requires_grad_()``)."""
+        inputs, kwargs, target = detached(self._batch[rank].nest)
+        return replace(self._parts[rank], inputs=inputs, kwargs=kwargs, target=target)
 
     def _fill(self, batch: Any) -> None:
         """Copy a batch to where the graphs read it."""
@@ -255,11 +269,11 @@ class _StepGraph(_Graphs):
         steps.check_used()
 
     def _work(self) -> list[torch.Tensor]:
-        steps, parts = self._steps, self._parts
+        steps, ranks = self._steps, range(len(self._parts))
         steps.begin()
-        steps.window.seed(parts, self._rows)
-        steps.reducer.begin(len(parts), overlap=True, goes_on=False)
-        losses = steps.compute(parts)
+        steps.window.seed(self._parts, self._rows)
+        steps.reducer.begin(len(ranks), overlap=True, goes_on=False)
+        losses = steps.compute(list(map(self._part, ranks)))
         steps.reducer.sum_the_rest()
         loss = steps.window.add(self._rows, losses, steps.devices[0])
         steps.update(self._norm, self._clip_norm)
@@ -280,9 +294,12 @@ class _GradientGraphs(_Graphs):
         present = range(len(self._parts))
         self._ranks_of = [[rank for rank in ranks if rank in present] for ranks in steps.passes.ranks.replicas.ranks_of]
         self._events: dict[int, dict[int, GraphEvent]] = {}  # by bucket, as they become ready, and device
+        self._every_event: list[GraphEvent] = []  # which the graphs record
         self._used: set[int] = set()
         self._recorded: dict[int, RankLoss] = {}  # by rank
         self._graphs = [steps.recorder.record(device, partial(self._work, i)) for i, device in enumerate(steps.devices)]
+        if len({loss.weight is None for loss in self._recorded.values()}) > 1:
+            raise RuntimeError("the losses of some ranks are means over labels, and those of others are not")
         numbers = [tensor for _, tensors in self._graphs for tensor in tensors]
         losses: dict[int, RankLoss] = {}
         for rank, loss in self._recorded.items():
@@ -292,21 +309,21 @@ class _GradientGraphs(_Graphs):
         steps.record_update()
 
     def _work(self, index: int) -> list[torch.Tensor]:
-        steps, ranks = self._steps, self._ranks_of[index]
-        parts = [part if rank in ranks else None for rank, part in enumerate(self._parts)]
+        steps, ranks, present = self._steps, self._ranks_of[index], range(len(self._parts))
         steps.window.seed(self._parts, self._rows)
-        steps.reducer.begin_recording(index, len(parts), self._mark)
+        steps.reducer.begin_recording(index, len(present), self._mark)
+        parts = [self._part(rank) if rank in ranks else None for rank in present]
         losses = steps.compute(parts) if ranks else []
         self._used |= steps.reducer.end_recording(index)
         self._recorded.update(zip(ranks, losses, strict=True))
         return [each for loss in losses for each in (loss.value, loss.weight) if isinstance(each, torch.Tensor)]
 
     def _mark(self, bucket: int, stream: torch.Stream) -> None:
-        """Record an event behind the sum of a bucket over the ranks of a device."""
-        by_device = self._events.setdefault(bucket, {})
-        if stream.device_index not in by_device:
-            by_device[stream.device_index] = self._steps.recorder.event()
-        by_device[stream.device_index].record(stream)
+        """Record an event behind the sum of a bucket over the ranks of a device, and another one if it is added to."""
+        event = self._steps.recorder.event()
+        event.record(stream)
+        self._events[bucket] = {**self._events.pop(bucket, {}), stream.device_index: event}  # now the last one
+        self._every_event.append(event)
 
     def _wait(self, bucket: int, stream: torch.Stream) -> None:
         self._events[bucket][stream.device_index].wait(stream)
@@ -315,8 +332,9 @@ class _GradientGraphs(_Graphs):
         """Make the gradients and begin their sums over the devices; return each rank's loss and rows."""
         self._fill(batch)
         self._steps.window.seed(self._parts, self._rows)
-        for graph, _ in self._graphs:
-            graph.replay()
+        with span("replay", ALL_RANKS, None) if tracer.sink else NULL_CONTEXT:
+            for graph, _ in self._graphs:
+                graph.replay()
         self._steps.reducer.add_replayed([*self._events], self._used, self._wait)
         return self._losses, self._rows
 

@@ -243,7 +243,7 @@ def pass_over_ranks(
     if joint:
         with span("backward"):
             differentiate(rank_losses, [part.seed for part in present])
-    if backward and rank_losses and rank_losses[0].is_constant:
+    if backward and rank_losses and rank_losses[0].is_constant and present == [*parts]:  # others may learn
         check_losses(rank_losses)
     return rank_losses, outputs if keep_outputs else []
 

@@ -112,7 +112,7 @@ def _taken_apart(nest: tuple[Any, ...]) -> tuple[Hashable, list[Any]]:
             leaves += part
         elif part:
             leaves = []
-            return tuple(flatten(nest, leaves, "batch", whole=True).paths("")), leaves
+            return flatten(nest, leaves, "batch", whole=True).form, leaves
     return tuple(map(len, nest)), leaves
 
 
@@ -122,7 +122,9 @@ def _key(batch: tuple[Any, ...], settings: Hashable) -> Hashable | None:
     parts: list[Hashable] = [settings, kind]
     for leaf in leaves:
         if type(leaf) is torch.Tensor and leaf.layout is torch.strided and not leaf.requires_grad:
-            parts.append((tuple(leaf.shape), leaf.dtype))
+            parts.append((leaf.shape, leaf.stride(), leaf.dtype))
+        elif type(leaf) is float:
+            parts.append((float, leaf.hex()))  # 0.0 is not -0.0, and NaN is NaN
         elif leaf is None or isinstance(leaf, bool | int | float | str):
             parts.append((type(leaf), leaf))
         else:

@@ -462,6 +462,8 @@ class Reducer(Gradients):
         with self._side.entered():
             for bucket in order:
                 deque(map(wait, repeat(bucket), streams), maxlen=0)
+                if tracer.recording is not None:
+                    self.buckets.tell(bucket)
                 with span(self._collective, ALL_RANKS, None, bucket) if tracer.sink else NULL_CONTEXT:
                     self.buckets.add_devices(bucket)
 

@@ -7,7 +7,7 @@ their path; then containers are opened (:mod:`mgpu_core.trees.containers` knows 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -133,6 +133,11 @@ class Tree:
             children += (next(leaves) if child is LEAF else child.columns(leaves, count),)
         rows = list(zip(*children, strict=True)) if children else [()] * count
         return rows if self.build is tuple else list(map(self.build, map(list, rows)))
+
+    @property
+    def form(self) -> Hashable:
+        """A key that is equal for trees of one shape, kinds and names."""
+        return self.kind, self.names, tuple([child.form for child in self.children])
 
     def paths(self, root: str) -> list[str]:
         """Return the path of each leaf, such as ``inputs[1]["x"].mask``."""

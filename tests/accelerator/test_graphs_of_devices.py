@@ -3,13 +3,14 @@
 import copy
 import cProfile
 import gc
+import math
 import pstats
 import warnings
 from collections import Counter
 
 import pytest
 import torch
-from fakes.graphs import Recorder, give_graphs, without_gpu
+from fakes.graphs import Event, Recorder, give_graphs, without_gpu
 from step.nets import Branches, mse
 from torch import nn
 from torch.nn import functional
@@ -19,6 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 from mgpu_core import TrainStep, convert_sync_batchnorm, optim
 from mgpu_core.step.graph_cache import WARM_UP
+from mgpu_core.trace import tracer
+from mgpu_core.trace.events import Contents
 
 TWO = ["fake:0", "fake:1"]
 FOUR = ["fake:0", "fake:1", "fake:2", "fake:3"]
@@ -314,3 +317,140 @@ def test_a_replay_costs_the_host_few_calls():
     with Copies() as copies:
         step(x, y)
     assert copies.devices == dict.fromkeys(FOUR, 2)  # the rows of x and y
+
+
+class Teacher(nn.Module):
+    """A loss with a net of its own, which follows by an assignment of its values."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(4, 2).requires_grad_(False)
+
+    def forward(self, output, x):
+        return mse(output, self.net(x))
+
+    def follow(self):
+        for parameter in self.net.parameters():
+            parameter.data = parameter.data * 0.5
+
+
+class Normed(nn.Module):
+    """Its batch comes in several shapes of one nest, and in two layouts."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Linear(4, 2), nn.BatchNorm1d(2)
+
+    def forward(self, x, sign=1.0):
+        if isinstance(x, list):
+            x = 2 * x[0]
+        elif isinstance(x, tuple):
+            x = x[0]
+        if not x.is_contiguous():
+            x = 3 * x
+        return self.norm(self.first(x)) * math.copysign(1.0, sign)
+
+    def follow(self):
+        self.norm.running_mean.data = self.norm.running_mean.data + 1
+
+
+ONE_AND_TWO = pytest.mark.parametrize("devices", [["fake:0"] * 2, TWO], ids=len)
+
+
+def pair_of(net, loss_fn, devices):
+    net, loss_fn = (
+        net.double().to("fake:0"),
+        loss_fn.double().to("fake:0") if isinstance(loss_fn, nn.Module) else loss_fn,
+    )
+    twins, settings = (copy.deepcopy(net), copy.deepcopy(loss_fn)), {"error_if_nonfinite": False, "workers": "threads"}
+    captured = without_gpu(TrainStep(net, loss_fn, adamw(net.parameters()), devices, capture=True, **settings))
+    plain = TrainStep(*twins, adamw(twins[0].parameters()), devices, static_graph=True, **settings)
+    return captured, plain
+
+
+@ONE_AND_TWO
+@pytest.mark.parametrize("where", ["buffer", "loss"])
+def test_values_that_are_assigned_between_replays_are_seen(devices, where):
+    """The memory of before may be gone, though the tensor is the same."""
+    steps = pair_of(Normed(), mse, devices) if where == "buffer" else pair_of(nn.Linear(4, 2), Teacher(), devices)
+    for i in range(18):
+        x = numbers(i, 8, 4)
+        if i % 8 == 7:
+            for step in steps:
+                (step.module if where == "buffer" else step.loss_fn).follow()
+        assert torch.equal(*[step(x, numbers(-i, 8, 2) if where == "buffer" else x) for step in steps])
+        assert_same(*steps)
+    assert steps[0].graphs.replays >= 5
+
+
+@ONE_AND_TWO
+def test_batches_that_differ_in_more_than_shapes_are_recorded_apart(devices):
+    steps = pair_of(Normed(), mse, devices)
+    kinds = [
+        lambda x: ((x,), {}),
+        lambda x: (([x],), {}),
+        lambda x: (((x,),), {}),
+        lambda x: ((x.T.contiguous().T,), {}),
+        lambda x: ((x,), {"sign": 0.0}),
+        lambda x: ((x,), {"sign": -0.0}),
+    ]
+    with warnings.catch_warnings(action="ignore"):
+        for first in (0, 3):
+            for i in range(18):
+                args, kwargs = kinds[first + i % 3](numbers(i, 8, 4))
+                assert torch.equal(*[step(*args, numbers(-i, 8, 2), **kwargs) for step in steps])
+                assert_same(*steps)
+            assert len(steps[0].graphs) == (3 if first == 0 else 4)
+
+
+def test_states_that_are_loaded_leave_the_graphs_of_several_devices():
+    steps = pair("mlp", TWO, adamw)
+    for i in range(20):
+        assert torch.equal(*[step(*batch_of("mlp", i, 8)) for step in steps])
+        for step in steps if i % 4 == 3 else ():
+            step.load_state_dict(copy.deepcopy(step.state_dict()))
+            step.optimizer.load_state_dict(copy.deepcopy(step.optimizer.state_dict()))
+    assert len(steps[0].graphs) == 1
+    assert steps[0].graphs.replays == 20 - WARM_UP - 1
+
+
+class Twice(nn.Module):
+    """The inner layer's gradients are made twice: by a reentrant checkpoint, and after it."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        x = x.requires_grad_(True)
+        return self.last(checkpoint(self.inner, self.inner(x), use_reentrant=True))
+
+
+def test_a_bucket_that_is_added_to_has_another_event():
+    """A graph that recorded one twice would let the sums go on at the first."""
+    net = Twice().double().to("fake:0")
+    step = without_gpu(TrainStep(net, mse, adamw(net.parameters()), TWO, capture=True, bucket_nbytes=64))
+    step._captured.recorder.event = lambda: RecordedOnce([])
+    for i in range(WARM_UP + 3):
+        step(numbers(i, 8, 4), numbers(-i, 8, 2))
+    assert step.graphs.replays == 2, step.graphs.reason
+
+
+class RecordedOnce(Event):
+    def record(self, stream):
+        assert self._event is None
+        super().record(stream)
+
+
+def test_a_trace_of_a_replay_has_its_sums():
+    step, plain = pair("mlp", TWO, adamw, bucket_nbytes=300)
+    for i in range(WARM_UP + 2):
+        step(*batch_of("mlp", i, 8))
+        plain(*batch_of("mlp", i, 8))
+    contents = []
+    for each in (step, plain):
+        with tracer.tracing() as recording:
+            each(*batch_of("mlp", 9, 8))
+        contents.append([(event.step, event.bucket) for event in recording.events if isinstance(event, Contents)])
+    assert step.graphs.replays == 2, step.graphs.reason
+    assert sorted(contents[0]) == sorted(contents[1]) != []

@@ -32,20 +32,19 @@ def test_one_alone_keeps_others_out_who_wait_so_long_and_no_longer(monkeypatch):
     with exclusive.enter():
         in_a_thread(impatient)
     assert told == ["the other did not end within 0.1 s; MGPU_CORE_TIMEOUT sets the limit"]
-    exclusive.enter(lambda: False)
-    assert not exclusive.is_alone
 
     def with_others():
-        exclusive.enter(lambda: False)
-        told.append(exclusive.is_alone)
-        with pytest.raises(Error, match="the other did not end within"):
-            exclusive.enter()
-        exclusive.leave()
+        with exclusive.enter(lambda: False):
+            told.append(exclusive.is_alone)
+            with pytest.raises(Error, match="the other did not end within"):
+                exclusive.enter()
 
-    in_a_thread(with_others)
+    with exclusive.enter(lambda: False):
+        assert not exclusive.is_alone
+        in_a_thread(with_others)
     assert told[1:] == [False]
-    exclusive.enter()
-    assert exclusive.is_alone
+    with exclusive.enter():
+        assert exclusive.is_alone
 
 
 def test_a_thread_that_is_inside_may_come_in_again_and_is_out_when_it_has_left_the_outer_block(monkeypatch):
@@ -91,31 +90,64 @@ def test_an_interrupt_at_any_moment_leaves_no_thread_inside(monkeypatch):
     assert cut_off > 200
 
 
-def test_who_leaves_without_being_inside_lets_nobody_in(monkeypatch):
+def test_a_thread_that_ends_inside_keeps_others_out(monkeypatch):
     monkeypatch.setenv("MGPU_CORE_TIMEOUT", "0.1")
-    exclusive = Exclusive("the other did not end")
-    in_a_thread(exclusive.enter)  # and has ended without leaving
-    exclusive.leave()
+    exclusive, kept = Exclusive("the other did not end"), []
+    in_a_thread(lambda: kept.append(exclusive.enter()))
     with pytest.raises(Error, match="the other did not end"):
         exclusive.enter()
+
+
+@pytest.mark.parametrize("outer", [True, False])
+def test_who_is_alone_stays_alone_inside_a_second_block(monkeypatch, outer):
+    monkeypatch.setenv("MGPU_CORE_TIMEOUT", "0.1")
+    exclusive, came = Exclusive("the other did not end"), []
+
+    def other():
+        with suppress(Error), exclusive.enter(lambda: False):
+            came.append(True)
+
+    with exclusive.enter(lambda: outer):
+        with exclusive.enter(lambda: not outer):
+            assert exclusive.is_alone
+            in_a_thread(other)
+        assert not came
+        in_a_thread(other)
+    assert came == [True] * (not outer)
+
+
+def test_others_come_in_while_one_that_is_alone_lends_its_right(monkeypatch):
+    monkeypatch.setenv("MGPU_CORE_TIMEOUT", "0.2")
+    exclusive, came = Exclusive("the other did not end"), []
+
+    def other():
+        with exclusive.enter():
+            came.append(True)
+
+    with exclusive.enter():
+        with exclusive.lent():
+            in_a_thread(other)
+        assert came == [True]
+        in_a_thread(lambda: pytest.raises(Error, exclusive.enter))
+        stays = []
+        with pytest.raises(Error, match="the other did not end"), exclusive.lent():
+            in_a_thread(lambda: stays.append(exclusive.enter()))  # and does not leave
 
 
 def test_one_that_is_inside_waits_to_be_alone_until_the_others_have_left(monkeypatch):
     monkeypatch.setenv("MGPU_CORE_TIMEOUT", "8")
     exclusive, came = Exclusive("the other did not end"), threading.Event()
-    exclusive.enter(lambda: False)
 
     def other():
-        exclusive.enter(lambda: False)
-        came.set()
-        threading.Event().wait(0.2)
-        exclusive.leave()
+        with exclusive.enter(lambda: False):
+            came.set()
+            threading.Event().wait(0.2)
 
     thread = threading.Thread(target=other)
     thread.start()
     assert came.wait(20)
     began = time.monotonic()
-    exclusive.enter()
-    assert exclusive.is_alone
+    with exclusive.enter(lambda: False), exclusive.enter():
+        assert exclusive.is_alone
     assert time.monotonic() - began < 5
     thread.join(20)

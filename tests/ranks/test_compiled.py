@@ -239,7 +239,7 @@ def test_a_compiler_that_does_not_come_back_in_time(monkeypatch):
             done.wait(10)
 
     def lends():
-        with compiler.used(alone=True), compiler.lent():
+        with compiler.used(alone=True), compiler.exclusive.lent():
             other.start()
             assert taken.wait(10)
 

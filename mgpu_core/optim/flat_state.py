@@ -105,9 +105,15 @@ class FlatState:
     def record(self, recorder: CudaRecorder) -> None:
         """Let the launches of each device be one, of a graph, until others are made."""
         if self.recorded[0] is not self.launches:
-            works = [partial(_launch_all, device.launches(self._kernel)) for device in self.devices]
-            pairs = zip(self.flats, works, strict=True)
-            self.recorded = self.launches, [recorder.record(flat.device, work)[0] for flat, work in pairs]
+            pairs = zip(self.flats, self.devices, strict=True)
+            graphs = [recorder.record(flat.device, partial(self._launch, device))[0] for flat, device in pairs]
+            self.recorded = self.launches, graphs
+
+    def _launch(self, device: DeviceState) -> list[torch.Tensor]:
+        """Launch a device's update in a recording, by kernels whose own memory is the graph's; return no results."""
+        for kernel, _ in device.launches(self._kernel):
+            kernel.step()
+        return []
 
     def _groups_now(self) -> dict[int, int]:
         groups = enumerate(self._optimizer.param_groups)
@@ -244,7 +250,7 @@ class FlatState:
         if factor is not None:
             self.devices[0].scale_by(factor)
             self.factor, self._is_factor_recorded = None, True
-        _launch_all(self.devices[0].launches(self._kernel))
+        self._launch(self.devices[0])
 
     def hold_back(self, if_not_zero: torch.Tensor) -> None:
         """Let the next :meth:`run` change nothing if this number on its device is not 0; the host does not wait."""
@@ -298,12 +304,6 @@ class FlatState:
                     owner.bring(i, kind, flat)
                 entry[kind] = shaped(flat, 0, like)
         return state
-
-
-def _launch_all(launches: Sequence[Launch]) -> list[torch.Tensor]:
-    for kernel, _ in launches:
-        kernel.step()
-    return []
 
 
 def _values_of(entries: list[Any]) -> Iterator[Any]:

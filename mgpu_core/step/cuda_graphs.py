@@ -37,9 +37,6 @@ from mgpu_core.step.options import Options
 from mgpu_core.step.reducer import Gradients, Reducer
 from mgpu_core.step.update import Update
 from mgpu_core.step.window import Window
-from mgpu_core.support.null_context import NULL_CONTEXT
-from mgpu_core.trace import tracer
-from mgpu_core.trace.events import ALL_RANKS
 from mgpu_core.trace.tracer import span
 from mgpu_core.trees.module_tree import modules_of
 
@@ -162,7 +159,8 @@ class CapturedSteps:
     def tensors(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return the tensors that recordings read, besides the net's parameters: of rank 0, and of the other ranks."""
         kept = [modules.kept for modules in self._modules]
-        if kept != self._kept:  # they live on, and are static
+        is_own = kept[0][0] is self._modules[0].module  # of the user's, which may get other layers
+        if is_own or kept != self._kept:  # replicas are static
             self._kept, self._tables = kept, ([], [])
             for number, of_ranks in enumerate(kept):
                 for rank, module in enumerate(of_ranks):
@@ -319,7 +317,7 @@ class _GradientGraphs(_Graphs):
         return [each for loss in losses for each in (loss.value, loss.weight) if isinstance(each, torch.Tensor)]
 
     def _mark(self, bucket: int, stream: torch.Stream) -> None:
-        """Record an event behind the sum of a bucket over the ranks of a device, and another one if it is added to."""
+        """Record an event after a sum over the ranks of a device; a later one of the same bucket has another event."""
         event = self._steps.recorder.event()
         event.record(stream)
         self._events[bucket] = {**self._events.pop(bucket, {}), stream.device_index: event}  # now the last one
@@ -332,7 +330,7 @@ class _GradientGraphs(_Graphs):
         """Make the gradients and begin their sums over the devices; return each rank's loss and rows."""
         self._fill(batch)
         self._steps.window.seed(self._parts, self._rows)
-        with span("replay", ALL_RANKS, None) if tracer.sink else NULL_CONTEXT:
+        with span("replay"):
             for graph, _ in self._graphs:
                 graph.replay()
         self._steps.reducer.add_replayed([*self._events], self._used, self._wait)

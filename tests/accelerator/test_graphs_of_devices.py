@@ -283,6 +283,47 @@ class LaunchesNothing(Recorder):
         return replay, statics
 
 
+class Empty(TorchDispatchMode):
+    """Counts the tensors of float64 without values that are made."""
+
+    mgpu_core_thread_safe = True
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten.empty.memory_format and (kwargs or {}).get("dtype") == torch.float64
+        return func(*args, **kwargs or {})
+
+
+class LooksInside(Recorder):
+    """Notes how much memory of float64 each recording makes."""
+
+    def record(self, device, work):
+        empty = Empty()
+
+        def looked_at():
+            with empty:
+                return work()
+
+        recorded = super().record(device, looked_at)
+        self.log.append(f"{empty.count} of {device}")
+        return recorded
+
+
+def test_the_kernels_of_an_update_have_their_memory_from_its_recording():
+    """A graph keeps what is made inside; of what is made before, nobody would."""
+    net = mlp().to("fake:0")
+    step = TrainStep(net, mse, adamw(net.parameters()), TWO, capture=True, bucket_nbytes=150)
+    recorder = LooksInside(step)
+    without_gpu(step, recorder)
+    for i in range(WARM_UP + 2):
+        step(torch.ones(4, 4, device="cpu"), torch.full((4, 2), float(i), device="cpu"))
+    assert step.graphs.replays == 1, step.graphs.reason
+    made = [each for each in recorder.log if " of " in each]
+    buckets = sum(each == "wait fake:0" for each in recorder.log)
+    assert made == ["0 of fake:0", "0 of fake:1", f"{buckets} of fake:0", f"{buckets} of fake:1"]
+    assert buckets > 1
+
+
 class Copies(TorchDispatchMode):
     def __init__(self):
         super().__init__()
@@ -320,7 +361,7 @@ def test_a_replay_costs_the_host_few_calls():
 
 
 class Teacher(nn.Module):
-    """A loss with a net of its own, which follows by an assignment of its values."""
+    """A loss with a frozen net of its own; ``follow`` assigns new values to it."""
 
     def __init__(self):
         super().__init__()

@@ -120,6 +120,20 @@ def test_what_is_changed_between_replays_is_seen(change, records):
     assert captured.graphs.replays >= 8
 
 
+def test_a_layer_that_is_replaced_is_recorded_anew_on_one_rank():
+    """Which runs the user's own module."""
+    net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6, affine=False), nn.Linear(6, 2)).double()
+    captured, plain = pair(OPTIMIZERS["momentum"], 1, net)
+    for i, (x, y) in enumerate(batches(14, 8)):
+        for step in (captured, plain) if i == 6 else ():
+            step.module[1] = nn.BatchNorm1d(6, affine=False, momentum=0.9).double()
+        torch.testing.assert_close(captured(x, y), plain(x, y), rtol=0, atol=1e-12)
+        for one, other in zip(captured.module.buffers(), plain.module.buffers(), strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+    assert recorder_of(captured).records == 2
+    assert captured.graphs.replays >= 5
+
+
 def test_running_statistics_are_replayed():
     net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)).double()
     captured, plain = pair(OPTIMIZERS["momentum"], net=net)

@@ -1,7 +1,8 @@
 """A right that many threads have at once, or one alone; every wait for it is bounded.
 
-A thread that is inside holds a lock of its own, and others wait for that.  Locks are released in C, which Ctrl-C cannot
-cut off: an ``__exit__`` in Python may be left before its first line, and its thread would be inside for ever::
+Each thread that is inside holds a lock of its own, and other threads wait for this lock.  C code releases it, which
+Ctrl-C does not interrupt.  An ``__exit__`` in Python can be interrupted before its first line, and its thread would
+then stay inside for ever::
 
     this thread    enter() [holds its lock: with ... works ...] releases it
     another one    enter() [waits for that lock, at most so long .....] looks again, comes in
@@ -13,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from operator import attrgetter
 from threading import Lock, RLock, get_ident
 from typing import Any
 
@@ -96,7 +96,7 @@ class Exclusive:
         finally:
             try:
                 for stay in stays:
-                    self._wait_for(stay, partial(attrgetter("is_alone"), stay))
+                    self._wait_for(stay, partial(getattr, stay, "is_alone"))
             finally:
                 for stay in stays:  # their blocks end in any case
                     if not stay._is_owned():

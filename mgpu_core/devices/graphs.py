@@ -154,18 +154,20 @@ class GraphEvent:
         self._event = torch.cuda.Event(external=True)
 
     def record(self, stream: torch.Stream) -> None:
-        """Let replays record it behind the work of a stream so far, which is being recorded."""
-        self._event.record(_on_cuda(stream.stream_id, stream.device_index, stream.device_type))
+        """Let replays record it after the work that a stream has so far, in a recording."""
+        self._event.record(_on_cuda(stream))
 
     def wait(self, stream: torch.Stream) -> None:
-        """Make a stream wait until the last replay that was launched has come so far."""
-        self._event.wait(_on_cuda(stream.stream_id, stream.device_index, stream.device_type))
+        """Make a stream wait until the replay that was launched last has recorded it."""
+        self._event.wait(_on_cuda(stream))
 
 
 @lru_cache(maxsize=256)
-def _on_cuda(stream_id: int, device_index: int, device_type: int) -> torch.cuda.Stream:
+def _on_cuda(stream: torch.Stream) -> torch.cuda.Stream:
     """Return a stream as the class that CUDA's events take."""
-    return torch.cuda.Stream(stream_id=stream_id, device_index=device_index, device_type=device_type)
+    return torch.cuda.Stream(
+        stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+    )
 
 
 class _Pool:

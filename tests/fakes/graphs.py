@@ -51,7 +51,7 @@ def give_graphs(monkeypatch, kind):
 
 
 class Recorder:
-    """Of one step; keeps what happened in order, and weak references to what it has made."""
+    """The recorder of one step.  Its log has each event in order; ``made`` has weak references to the replays."""
 
     def __init__(self, step):
         self.step, self.devices, self.made, self.log = step, [], [], []

@@ -31,7 +31,7 @@ def test_a_captured_step_on_late_streams(here):
 
 @gpu_only
 def test_work_outside_waits_for_an_event_of_the_replay_before_it(here):
-    """And for no more: the graph goes on behind the event."""
+    """The graph goes on after the event, and nobody waits for the rest."""
     recorder, x, seen = CudaRecorder(), torch.zeros(1 << 20, device=here.device), []
     event, side = recorder.event(), torch.Stream(here.device)
 

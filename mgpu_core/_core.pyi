@@ -182,6 +182,22 @@ def nccl_init(unique_id: bytes, world: int, ranks: list[int], devices: list[int]
 class Message:
     def __init__(self, rank: int, peer: int, pointer: int, count: int, dtype: str) -> None: ...
 
+def push_memory_nbytes(ranks: int) -> int: ...
+
+class PushTeam:
+    def __init__(self, memory: list[int], streams: list[Stream]) -> None: ...
+    def all_reduce(
+        self,
+        in_: list[int],
+        out: list[int],
+        count: int,
+        dtype: str,
+        op: str,
+        streams: list[Stream],
+        limit_seconds: float,
+    ) -> None: ...
+    def check(self) -> None: ...
+
 class NcclTeam:
     def all_reduce(
         self,

@@ -31,6 +31,7 @@ void bind_collectives(py::module_& m);
 void bind_transfer(py::module_& m);
 void bind_kernels(py::module_& m);
 void bind_nccl(py::module_& m);
+void bind_push(py::module_& m);
 void bind_op_log(py::module_& m);
 void bind_null_context(py::module_& m);
 void bind_reentrancy_guard(py::module_& m);

@@ -79,6 +79,7 @@ PYBIND11_MODULE(_core, m, pybind11::mod_gil_not_used()) {
   bind_kernels(m);
   bind_collectives(m);
   bind_nccl(m);
+  bind_push(m);
   bind_op_log(m);
   bind_null_context(m);
   bind_reentrancy_guard(m);

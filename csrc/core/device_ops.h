@@ -66,6 +66,8 @@ class DeviceOps {
   // Work.  The blocks' destinations do not overlap each other nor any source; nor do the outputs of sums.
   virtual void copy(const std::vector<CopyBlock>& blocks, Stream on) = 0;
   virtual void sum_ranks(const std::vector<SumRanks>& calls, Stream on) = 0;
+  // Ends when the other ranks' parts have begun, or after its limit.  Throws BackendUnavailable where there is none.
+  virtual void push_sum(const PushSum& call, Stream on);
   // An index outside [0, rows_count) is the caller's mistake: on the host nothing is written and InvalidArgument names
   // it; a device cannot report it in time and fills the row with NaN.
   virtual void gather_rows(const GatherRows& call, Stream on) = 0;

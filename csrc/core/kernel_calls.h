@@ -43,6 +43,32 @@ struct SumRanks {
   int divisor;  // avg divides by it after the sum; 1 leaves the sum (a partial one)
 };
 
+// One rank's part of an all-reduce by push: it writes its values and then a flag into the memory of every rank, waits
+// for everybody's flags, and adds up what was written, in rank order.  So the parts of all ranks must run at the same
+// time.
+struct PushSum {
+  std::vector<const void*> in;  // of all ranks
+  std::vector<void*> out;       // of all ranks; each may be the rank's input, exactly
+  std::vector<void*> memory;    // of all ranks: push_memory_nbytes(ranks) bytes each, 0 before the first call
+  size_t rank;
+  int64_t count;  // up to kPushNbytes
+  DType dtype;
+  ReduceOp op;
+  int divisor;        // as of SumRanks
+  uint64_t sequence;  // 1, 2, 3 ... of the calls with this memory
+  int64_t limit_ns;   // of the wait; then floating outputs are NaN, integers are as they were, also of later calls
+  uint32_t* late;     // memory of the host: after the limit, one more than the rank that did not come
+};
+// Slots for the values of each rank: two, in turn, because a rank that is ahead may write its next values while another
+// still reads.  Values begin in a slot where they begin at their rank, modulo 16 bytes.  Then the flags of each rank,
+// one for each block of a launch, and a word that is not 0 once a wait was given up.
+constexpr int64_t kPushNbytes = 256 * 1024;
+constexpr int64_t kPushSlotNbytes = kPushNbytes + 16;
+constexpr int kPushBlocks = 16;
+constexpr int64_t push_memory_nbytes(int64_t ranks) {
+  return ranks * (2 * kPushSlotNbytes + kPushBlocks * static_cast<int64_t>(sizeof(uint64_t))) + 16;
+}
+
 // One tensor among many: elements [begin, begin + count) of the flat buffer.
 struct Piece {
   void* pointer;

@@ -40,6 +40,7 @@ class LoggingDeviceOps final : public DeviceOps {
 
   void copy(const std::vector<CopyBlock>& blocks, Stream on) override;
   void sum_ranks(const std::vector<SumRanks>& calls, Stream on) override;
+  void push_sum(const PushSum& call, Stream on) override { ops_.push_sum(call, on); }
   void gather_rows(const GatherRows& call, Stream on) override { ops_.gather_rows(call, on); }
   void pack(const Packing& call, Stream on) override { ops_.pack(call, on); }
   void unpack(const Packing& call, Stream on) override { ops_.unpack(call, on); }

@@ -254,6 +254,8 @@ bool PeerCollectives::in_reach(const Streams& streams) const {
 void PeerCollectives::all_reduce(const Buffers& in, const Buffers& out, ReduceOp op, Algorithm algorithm,
                                  const Ranks& ranks) {
   if (algorithm == Algorithm::nccl) throw BackendUnavailable("nccl works between GPUs, by a team of its own");
+  if (algorithm == Algorithm::push)
+    throw BackendUnavailable("push works between GPUs that reach each other's memory, by a team of its own");
   const Summing summing = summing_of(op, in.size());
   if (in_reach(ranks.streams)) return all_reduce_in_reach(ops_, in, out, summing, algorithm, ranks);
   all_reduce_through_host(ops_, in, out, summing, algorithm, ranks, piece_nbytes_);

@@ -71,6 +71,8 @@ const char* name_of(Algorithm algorithm) {
       return "naive";
     case Algorithm::direct:
       return "direct";
+    case Algorithm::push:
+      return "push";
     case Algorithm::ring:
       return "ring";
     case Algorithm::tree:

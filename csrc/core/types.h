@@ -11,7 +11,7 @@ namespace mgpu {
 
 enum class DType : int { f16, bf16, f32, f64, i32, i64, u8 };
 enum class ReduceOp : int { sum, avg, prod, min, max };
-enum class Algorithm : int { automatic, naive, direct, ring, tree, nccl };
+enum class Algorithm : int { automatic, naive, direct, push, ring, tree, nccl };
 
 struct Buffer {
   void* pointer;

@@ -1,7 +1,8 @@
 """All-reduce over pointers: which algorithm, and whose.
 
 On the host the core's `auto` is `direct`.  On GPUs it is the algorithm that :mod:`mgpu_core.comm.tuning` measured;
-`nccl` is NCCL's, by a team of communicators over the GPUs, everything else is the core's own over peers.
+`nccl` is NCCL's, by a team of communicators over the GPUs, `push` needs memory in which the ranks meet, and everything
+else is the core's own over peers.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import torch
 from mgpu_core import _core
 from mgpu_core.comm import tuning
 from mgpu_core.comm.layout import Stream
-from mgpu_core.devices.nccl_teams import with_nccl
+from mgpu_core.comm.reductions import BETWEEN_GPUS
+from mgpu_core.devices.nccl_teams import limit_of_collectives, with_nccl
+from mgpu_core.devices.push_teams import with_push
 from mgpu_core.devices.streams import HOST, core_streams
 from mgpu_core.errors import BackendUnavailable, Error
 
@@ -41,12 +44,15 @@ class AllReduceAlgorithm:
         """Return the algorithm that ran.
 
         Raises:
-            BackendUnavailable: ``nccl`` where there is none, on the host, or while a graph is captured.
+            BackendUnavailable: ``nccl`` or ``push`` where there is none, on the host, or while a graph is captured.
         """
         if self.streams[0] != HOST:
             algorithm = self._on_gpus(algorithm)
             if algorithm == "nccl":
                 with_nccl(self._devices(), self._by_nccl)
+                return algorithm
+            if algorithm == "push":
+                self._push(limit_of_collectives())
                 return algorithm
         pointers = list(self.pointers)
         outs = list(self.outs) or pointers
@@ -58,10 +64,10 @@ class AllReduceAlgorithm:
         return [stream.device for stream in self.streams]
 
     def _on_gpus(self, asked: str) -> str:
-        """Return the algorithm for ``asked``.  Inside a capture it is never NCCL: a graph has no launch order."""
+        """Return the algorithm for ``asked``: in a capture none whose kernels need an order of launches."""
         if any(map(_is_captured, self.streams)):
-            if asked == "nccl":
-                raise BackendUnavailable("nccl cannot be captured in a graph: call it between graphs")
+            if asked in BETWEEN_GPUS:
+                raise BackendUnavailable(f"{asked} cannot be captured in a graph: call it between graphs")
             return "direct" if asked == "auto" else asked
         if asked != "auto":
             return asked
@@ -76,6 +82,11 @@ class AllReduceAlgorithm:
         outs = list(self.outs) or pointers
         team.all_reduce(pointers, outs, self.count, self.dtype, self.op, self.streams, self.merge_shared_devices)
 
+    def _push(self, limit_seconds: float) -> None:
+        pointers = list(self.pointers)
+        call = pointers, list(self.outs) or pointers, self.count, self.dtype, self.op, self.streams, limit_seconds
+        with_push(self.streams, lambda team: team.all_reduce(*call))
+
     def _like_this(self, algorithm: str, nbytes: int) -> None:
         """All-reduce ones of so many bytes in the same way, and wait until that is done: a run that is timed.
 
@@ -88,7 +99,10 @@ class AllReduceAlgorithm:
         assert streams is not None  # they are those of GPUs that the core serves
         pointers = [tensor.data_ptr() for tensor in tensors]
         usual = AllReduceAlgorithm(pointers, streams, nbytes // 4, "float32", nbytes, "sum", merge_shared_devices=True)
-        usual.run(algorithm)
+        if algorithm == "push":
+            usual._push(tuning.PRACTICE_SECONDS)
+        else:
+            usual.run(algorithm)
         for device in set(devices):
             torch.cuda.current_stream(device).synchronize()
         if algorithm == "nccl":  # a team that is given up lets its streams go on, so they say nothing

@@ -18,7 +18,7 @@ from mgpu_core.comm import layout, torch_backend
 from mgpu_core.comm.algorithms import AllReduceAlgorithm
 from mgpu_core.comm.layout import Stream
 from mgpu_core.comm.packing import groups, kind_of
-from mgpu_core.comm.reductions import CORE_DTYPES, check_op, core_count
+from mgpu_core.comm.reductions import BETWEEN_GPUS, CORE_DTYPES, check_op, core_count
 from mgpu_core.comm.traffic_trace import CollectiveTrace
 from mgpu_core.devices.memory import note_written
 from mgpu_core.devices.tensor_checks import are_blocks, readable
@@ -338,11 +338,11 @@ def all_reduce_into(
     """Reduce in place, or into dense ``outs``; return the algorithm that ran.  ``ranks`` are named in a recording.
 
     Raises:
-        BackendUnavailable: ``nccl`` where it cannot run.
+        BackendUnavailable: ``nccl`` or ``push`` where it cannot run.
     """
     streams = layout.streams_alike(tensors) if tensors[0].dtype in CORE_DTYPES else None
-    if streams is None and algorithm == "nccl" and all(tensor.device.type == "cpu" for tensor in tensors):
-        raise BackendUnavailable("nccl works between GPUs, and not in host memory")
+    if streams is None and algorithm in BETWEEN_GPUS and all(tensor.device.type == "cpu" for tensor in tensors):
+        raise BackendUnavailable(f"{algorithm} works between GPUs, and not in host memory")
     others = [outs] if outs else ()
     trace = None if tracer.recording is None else CollectiveTrace("all_reduce", [tensors], others=others, ranks=ranks)
     with trace or NULL_CONTEXT:

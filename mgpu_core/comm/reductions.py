@@ -6,10 +6,11 @@ import torch
 
 from mgpu_core.devices.dtypes import REAL
 
-__all__ = ["ALGORITHMS", "CORE_DTYPES", "OPS", "check_op", "core_count"]
+__all__ = ["ALGORITHMS", "BETWEEN_GPUS", "CORE_DTYPES", "OPS", "check_op", "core_count"]
 
 OPS = ("sum", "avg", "prod", "min", "max")
-ALGORITHMS = ("auto", "naive", "direct", "ring", "tree", "nccl")
+ALGORITHMS = ("auto", "naive", "direct", "push", "ring", "tree", "nccl")
+BETWEEN_GPUS = ("push", "nccl")  # and not in host memory
 CORE_DTYPES = {**REAL, torch.complex64: "float32", torch.complex128: "float64"}
 _GENERIC_DTYPES = (torch.int8, torch.int16)
 

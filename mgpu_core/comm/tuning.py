@@ -22,7 +22,8 @@ from mgpu_core.trace.tracer import mark
 
 __all__ = ["choose", "fixed_choice", "kept_table", "measure"]
 
-SIZES = (4 * 1024, 64 * 1024, 1024 * 1024, 16 * 1024 * 1024)  # bytes of each rank
+SIZES = (4 * 1024, 64 * 1024, 256 * 1024, 1024 * 1024, 16 * 1024 * 1024)  # bytes of each rank
+MOST_OF_PUSH = 256 * 1024  # what one launch of it takes
 BUDGET_SECONDS = 1.0
 PRACTICE_SECONDS = 30.0  # then NCCL is given up: to make communicators, and for a collective that never ends
 _REPEATS = 3
@@ -80,7 +81,7 @@ def _table_of(devices: Sequence[int], run: Run) -> Table:
     if kept:
         return kept
     with practice(devices, PRACTICE_SECONDS):
-        algorithms = _that_run(["direct", "ring", "naive", *(["nccl"] if nccl else [])], run)
+        algorithms = _that_run(["direct", "push", "ring", "naive", *(["nccl"] if nccl else [])], run)
         measured = measure(run, algorithms, SIZES, BUDGET_SECONDS, time.perf_counter)
     table = {size: measured.get(size, fixed_choice(size, nccl="nccl" in algorithms)) for size in SIZES}
     if len(measured) == len(SIZES):  # what was guessed is not kept
@@ -95,7 +96,7 @@ def _that_run(algorithms: Sequence[str], run: Run) -> list[str]:
     working = []
     for algorithm in algorithms:
         try:
-            run(algorithm, SIZES[-1])
+            run(algorithm, MOST_OF_PUSH if algorithm == "push" else SIZES[-1])
         except Exception:  # also torch's, where there is no memory for the practice
             continue
         working.append(algorithm)
@@ -116,6 +117,8 @@ def measure(
         for algorithm in list(algorithms):
             if clock() > end:
                 return fastest
+            if algorithm == "push" and size > MOST_OF_PUSH:
+                continue
             try:
                 seconds[algorithm] = _time(run, algorithm, size, clock)
             except Exception:

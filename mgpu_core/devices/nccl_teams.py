@@ -23,7 +23,7 @@ from mgpu_core.devices.nccl_library import wheel_libraries
 from mgpu_core.devices.time_limits import seconds_of
 from mgpu_core.errors import NcclError
 
-__all__ = ["TIMEOUT_VARIABLE", "keep_nccl_off_peers", "nccl_is_there", "nccl_is_trusted", "practice", "with_nccl"]
+__all__ = ["TIMEOUT_VARIABLE", "keep_nccl_off_peers", "limit_of_collectives", "nccl_is_there", "nccl_is_trusted", "practice", "with_nccl"]
 
 TIMEOUT_VARIABLE = "MGPU_CORE_NCCL_TIMEOUT"
 P2P_VARIABLE = "NCCL_P2P_DISABLE"
@@ -109,6 +109,15 @@ def with_nccl(devices: Sequence[int], call: Callable[[_core.NcclTeam], T]) -> T:
         raise
 
 
+def limit_of_collectives() -> float:
+    """Return the seconds after which a collective whose ranks wait for each other is given up.
+
+    Raises:
+        ValueError: ``MGPU_CORE_NCCL_TIMEOUT`` is not a positive number of seconds.
+    """
+    return seconds_of(TIMEOUT_VARIABLE, "600", 1e9)
+
+
 def _team_over(unique_devices: Devices) -> _core.NcclTeam:
     global _made_one
     with _lock:
@@ -118,7 +127,7 @@ def _team_over(unique_devices: Devices) -> _core.NcclTeam:
             _made_one = True
             ranks = list(range(len(unique_devices)))
             unique_id = _core.nccl_unique_id()
-            limit = seconds_of(TIMEOUT_VARIABLE, "600", 1e9)  # of a collective, before its team is given up
+            limit = limit_of_collectives()
             seconds = min(limit, _practice_seconds.get(unique_devices, limit))
             team = _teams[unique_devices] = _core.nccl_init(
                 unique_id, len(unique_devices), ranks, list(unique_devices), seconds

@@ -15,7 +15,7 @@ from mgpu_core.errors import BackendUnavailable
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8]
 OPS = ["sum", "avg", "prod", "min", "max"]
-ALGORITHMS = [name for name in reductions.ALGORITHMS if name != "nccl"]
+ALGORITHMS = [name for name in reductions.ALGORITHMS if name not in reductions.BETWEEN_GPUS]
 COUNTS = [0, 1, 5, 127, 4097]
 POISON = 99
 
@@ -73,10 +73,11 @@ def test_all_reduce(backend, ranks, dtype, op):
 
 @pytest.mark.skipif(accelerator.is_wanted(), reason="the torch backend has one algorithm, whatever is asked")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int16])
-def test_nccl_does_not_work_in_host_memory(dtype):
+@pytest.mark.parametrize("algorithm", reductions.BETWEEN_GPUS)
+def test_what_does_not_work_in_host_memory(algorithm, dtype):
     parts = inputs(2, 5, dtype)
-    with pytest.raises(BackendUnavailable, match="nccl works between GPUs"):
-        comm.all_reduce(parts, algorithm="nccl")
+    with pytest.raises(BackendUnavailable, match=f"{algorithm} works between GPUs"):
+        comm.all_reduce(parts, algorithm=algorithm)
     assert all(torch.equal(part, kept) for part, kept in zip(parts, inputs(2, 5, dtype), strict=True))
 
 

@@ -38,7 +38,10 @@ class CudaWorld final : public World {
   void then(mgpu::Stream on, std::function<void()> work) override {
     if (on.on_host()) return work();
     const mgpu::cuda::DeviceGuard guard(on.device);
-    fakeLaunch(mgpu::cuda::handle_of(on), [work = std::move(work)](int) { work(); });
+    fakeLaunch(mgpu::cuda::handle_of(on), [work = std::move(work)](int) {
+      work();
+      return true;
+    });
   }
   void finish() override {
     mgpu::Streams order = streams_;

@@ -48,6 +48,7 @@ LISTS = {
         "accelerator/test_host_waits.py",
         "accelerator/test_models.py",
         "accelerator/test_pointer_looks.py",
+        "accelerator/test_push.py",
         "accelerator/test_sharded_parameters.py",
         "accelerator/test_shards.py",
         "accelerator/test_train_step.py",

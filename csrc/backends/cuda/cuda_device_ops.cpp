@@ -113,6 +113,11 @@ class CudaDeviceOps final : public DeviceOps {
     if (!together.empty()) sum_together(together, on);
   }
 
+  void push_sum(const PushSum& call, Stream on) override {
+    const DeviceGuard guard(on.device);
+    launch_push_sum(call, handle_of(on));
+  }
+
   void gather_rows(const GatherRows& call, Stream on) override {
     if (call.index_count * call.row_count == 0) return;
     const DeviceGuard guard(on.device);

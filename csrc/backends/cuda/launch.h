@@ -22,6 +22,7 @@ void launch_sum_ranks(const SumRanks& call, cudaStream_t stream);
 // Sums that fit a table, of one dtype and as many inputs each; in as few launches as possible.
 bool fits_a_table(const SumRanks& call);
 void launch_sums(const std::vector<const SumRanks*>& calls, cudaStream_t stream);
+void launch_push_sum(const PushSum& call, cudaStream_t stream);
 void launch_gather_rows(const GatherRows& call, cudaStream_t stream);
 void launch_l2_norm(const L2Norm& call, cudaStream_t stream);
 void launch_sgd(const Sgd& call, cudaStream_t stream);

@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "backends/cuda/kernels/sum_calls.cuh"
 #include "backends/cuda/kernels/sum_ranks.cuh"
 #include "backends/cuda/kernels/tables.cuh"
 #include "backends/cuda/launch.h"
@@ -10,43 +11,12 @@ namespace {
 
 constexpr int kFewSums = 40, kManySums = 340;  // within 4 and 32 KiB
 
-// Returns how many elements come before the first vector; -1, for no vectors, unless the addresses of all arrays are
-// the same modulo 16 bytes.
-template <class T>
-int head_of_all(const SumRanks& call) {
-  const auto address = [](const void* pointer) { return reinterpret_cast<uint64_t>(pointer); };
-  const uint64_t first = address(call.in[0]);
-  int head = common_head(first, sizeof(T), first, sizeof(T));
-  for (const void* in : call.in)
-    if ((address(in) - first) % kAlignment != 0) head = -1;
-  for (const void* out : call.out)
-    if ((address(out) - first) % kAlignment != 0) head = -1;
-  return head;
-}
-
-template <class T>
-Extent extent_of_all(const SumRanks& call) {
-  return extent_of(call.count, head_of_all<T>(call), vector_width(sizeof(T), sizeof(T)));
-}
-
 template <class T>
 void start(const SumTable& table, ReduceOp op, cudaStream_t stream) {
-  const auto with = [&](auto* kernel) {
-    start_kernel("sum_ranks_kernel", kernel, tiles_of(table.extent), stream, table);
-  };
-  switch (op) {
-    case ReduceOp::prod:
-      return with(sum_ranks_kernel<ReduceOp::prod, T>);
-    case ReduceOp::min:
-      return with(sum_ranks_kernel<ReduceOp::min, T>);
-    case ReduceOp::max:
-      return with(sum_ranks_kernel<ReduceOp::max, T>);
-    case ReduceOp::avg:
-      if (table.divisor != 1) return with(sum_ranks_kernel<ReduceOp::avg, T>);
-      [[fallthrough]];  // a partial sum
-    case ReduceOp::sum:
-      return with(sum_ranks_kernel<ReduceOp::sum, T>);
-  }
+  const bool is_partial = op == ReduceOp::avg && table.divisor == 1;
+  with_op(is_partial ? ReduceOp::sum : op, [&](auto op) {
+    start_kernel("sum_ranks_kernel", sum_ranks_kernel<op.value, T>, tiles_of(table.extent), stream, table);
+  });
 }
 
 template <class T>

@@ -6,8 +6,8 @@
 #include <memory>
 #include <mutex>
 
-#include "backends/nccl/per_process.h"
 #include "core/error.h"
+#include "core/per_process.h"
 
 namespace mgpu::nccl {
 namespace {

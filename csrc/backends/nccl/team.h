@@ -18,11 +18,11 @@
 #include <string>
 #include <vector>
 
-#include "backends/nccl/launch_order.h"
 #include "backends/nccl/launcher.h"
 #include "backends/nccl/nccl_library.h"
 #include "backends/nccl/watchdog.h"
 #include "core/device_ops.h"
+#include "core/launch_order.h"
 
 namespace mgpu::nccl {
 

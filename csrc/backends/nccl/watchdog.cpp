@@ -10,8 +10,8 @@
 #include <thread>
 #include <vector>
 
-#include "backends/nccl/per_process.h"
 #include "core/error.h"
+#include "core/per_process.h"
 
 namespace mgpu::nccl {
 namespace {

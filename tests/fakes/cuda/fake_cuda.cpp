@@ -122,14 +122,11 @@ const Memory* memory_at(const void* pointer) {
 // Null is the legacy default stream of the current device; a stream takes work only while its device is current.
 FakeStream* stream_of(cudaStream_t stream) { return stream ? stream : machine()->defaults[current()]; }
 
-cudaError_t submit(cudaStream_t stream, std::function<void()> work) {
+cudaError_t submit(cudaStream_t stream, std::function<bool()> work) {
   FakeStream* on = stream_of(stream);
   if (on->device != current()) return fail(cudaErrorInvalidResourceHandle);
-  machine()->deferred.submit(on->stream, [work = std::move(work)] {
-    if (!machine()->count_only) work();
-    return true;
-  });
-  if (machine()->at_once) machine()->deferred.synchronize(on->stream);
+  machine()->deferred.submit(on->stream, [work = std::move(work)] { return machine()->count_only || work(); });
+  if (machine()->at_once) machine()->deferred.run_all();
   return cudaSuccess;
 }
 
@@ -390,6 +387,7 @@ cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_
   return submit(stream, [=] {
     for (size_t row = 0; row < height; ++row)
       std::memcpy(static_cast<char*>(to) + row * to_pitch, static_cast<const char*>(from) + row * from_pitch, width);
+    return true;
   });
 }
 
@@ -398,16 +396,14 @@ size_t fakeMostArgumentBytes() {
   cudaDriverGetVersion(&version);
   return version < 12010 ? 4096 : 32764;
 }
-void fakeRunKernel(const FakeKernel& kernel, int device) {
-  if (ptx::is_wanted())
-    ptx::run_grid(kernel.symbol, kernel.blocks, kernel.threads, device, kernel.arguments);
-  else
-    fakeRunGrid(kernel.blocks, kernel.threads, kernel.body);
+std::function<bool()> fakeStartKernel(const FakeKernel& kernel, int device) {
+  if (ptx::is_wanted()) return ptx::start_grid(kernel.symbol, kernel.blocks, kernel.threads, device, kernel.arguments);
+  return fakeStartGrid(kernel.blocks, kernel.threads, kernel.body);
 }
-cudaError_t fakeLaunch(cudaStream_t stream, std::function<void(int)> work) {
+cudaError_t fakeLaunch(cudaStream_t stream, std::function<bool(int)> work) {
   LOCKED();
   if (const cudaError_t code = injected("cudaLaunchKernel")) return code;
   ++machine()->launches;
   const int device = stream_of(stream)->device;
-  return submit(stream, [device, work = std::move(work)] { work(device); });
+  return submit(stream, [device, work = std::move(work)]() mutable { return work(device); });
 }

@@ -1,10 +1,12 @@
-// The threads of a block as fibers of one thread of the host: each runs until it ends or comes to a barrier, and when
-// all that are left have come there, they go on.
+// The threads of a block as fibers of one thread of the host: each runs until it ends, comes to a barrier or sleeps.
+// When all that are left have come to a barrier, they go on.  When some sleep and nobody else can run, the grid stops,
+// so that others may run, and they wake when it goes on.
 #include <ucontext.h>
 
+#include <algorithm>
 #include <array>
 #include <memory>
-#include <stdexcept>
+#include <utility>
 #include <vector>
 
 #include "cuda_runtime.h"
@@ -15,66 +17,121 @@ namespace {
 
 constexpr size_t kStackNbytes = 128 * 1024;
 
+enum class State { ready, at_barrier, asleep, ended };
+
 struct Fiber {
   ucontext_t context;
   std::unique_ptr<char[]> stack{new char[kStackNbytes]};
-  bool ended = false;
+  State state = State::ready;
 };
+using Fibers = std::vector<std::unique_ptr<Fiber>>;
 
-std::vector<std::unique_ptr<Fiber>> fibers;
+Fibers idle;  // of grids that have ended
 ucontext_t scheduler;
-unsigned running;
+Fiber* running;
 const std::function<void()>* body_of_all;
 std::array<double, 1024> exchanged;
+uint64_t clock_ns = 1;
 
 void enter() {
   (*body_of_all)();
-  fibers[running]->ended = true;
+  running->state = State::ended;
 }
 
-void start(unsigned thread) {
-  if (fibers.size() <= thread) fibers.push_back(std::make_unique<Fiber>());
-  Fiber& fiber = *fibers[thread];
-  fiber.ended = false;
-  getcontext(&fiber.context);
-  fiber.context.uc_stack.ss_sp = fiber.stack.get();
-  fiber.context.uc_stack.ss_size = kStackNbytes;
-  fiber.context.uc_link = &scheduler;
-  makecontext(&fiber.context, enter, 0);
+void leave(State state) {
+  running->state = state;
+  swapcontext(&running->context, &scheduler);
 }
 
-// Every thread that is left goes on to the next barrier or to its end; returns how many are left.
-unsigned one_round(unsigned threads) {
-  unsigned left = 0;
-  for (unsigned thread = 0; thread < threads; ++thread) {
-    if (fibers[thread]->ended) continue;
-    running = thread;
-    threadIdx = dim3(thread);
-    swapcontext(&scheduler, &fibers[thread]->context);
-    left += !fibers[thread]->ended;
+class Grid {
+ public:
+  Grid(unsigned blocks, unsigned threads, std::function<void()> body)
+      : blocks_(blocks), threads_(threads), body_(std::move(body)) {}
+  ~Grid() { std::move(fibers_.begin(), fibers_.end(), std::back_inserter(idle)); }
+  Grid(const Grid&) = delete;
+  Grid& operator=(const Grid&) = delete;
+
+  // Returns whether it has ended; otherwise some of its threads sleep.
+  bool go_on() {
+    for (; block_ < blocks_; ++block_) {
+      if (fibers_.empty() || all_are(State::ended)) start();
+      while (!all_are(State::ended)) {
+        change(State::asleep, State::ready);
+        run_ready();
+        if (std::any_of(fibers_.begin(), fibers_.end(),
+                        [](const auto& fiber) { return fiber->state == State::asleep; }))
+          return false;
+        change(State::at_barrier, State::ready);
+      }
+    }
+    return true;
   }
-  return left;
-}
+
+ private:
+  bool all_are(State state) const {
+    return std::all_of(fibers_.begin(), fibers_.end(), [&](const auto& fiber) { return fiber->state == state; });
+  }
+  void change(State from, State to) {
+    for (const auto& fiber : fibers_)
+      if (fiber->state == from) fiber->state = to;
+  }
+
+  void start() {
+    for (unsigned thread = 0; thread < threads_; ++thread) {
+      if (fibers_.size() <= thread && !idle.empty()) {
+        fibers_.push_back(std::move(idle.back()));
+        idle.pop_back();
+      } else if (fibers_.size() <= thread) {
+        fibers_.push_back(std::make_unique<Fiber>());
+      }
+      Fiber& fiber = *fibers_[thread];
+      fiber.state = State::ready;
+      getcontext(&fiber.context);
+      fiber.context.uc_stack.ss_sp = fiber.stack.get();
+      fiber.context.uc_stack.ss_size = kStackNbytes;
+      fiber.context.uc_link = &scheduler;
+      makecontext(&fiber.context, enter, 0);
+    }
+  }
+
+  // Every thread that is ready goes on to its next stop.
+  void run_ready() {
+    blockIdx = dim3(block_);
+    body_of_all = &body_;
+    for (unsigned thread = 0; thread < threads_; ++thread) {
+      if (fibers_[thread]->state != State::ready) continue;
+      running = fibers_[thread].get();
+      threadIdx = dim3(thread);
+      swapcontext(&scheduler, &running->context);
+    }
+  }
+
+  const unsigned blocks_, threads_;
+  const std::function<void()> body_;
+  unsigned block_ = 0;
+  Fibers fibers_;
+};
 
 }  // namespace
 
-void __syncthreads() { swapcontext(&fibers[running]->context, &scheduler); }
+void __syncthreads() { leave(State::at_barrier); }
+
+void __nanosleep(unsigned) {
+  clock_ns += 1'000'000;  // so that limits end without anybody's waiting for them
+  leave(State::asleep);
+}
+
+uint64_t fakeGlobalTimer() { return clock_ns; }
 
 double __shfl_down_sync(unsigned, double value, int offset) {
-  exchanged[running] = value;
+  const unsigned thread = threadIdx.x, lane = thread % 32;
+  exchanged[thread] = value;
   __syncthreads();
-  const unsigned lane = running % 32;
-  const double theirs = lane + offset < 32 ? exchanged[running + offset] : value;
+  const double theirs = lane + offset < 32 ? exchanged[thread + offset] : value;
   __syncthreads();  // before anybody writes there again
   return theirs;
 }
 
-void fakeRunGrid(unsigned blocks, unsigned threads, const std::function<void()>& body) {
-  body_of_all = &body;
-  for (unsigned block = 0; block < blocks; ++block) {
-    blockIdx = dim3(block);
-    for (unsigned thread = 0; thread < threads; ++thread) start(thread);
-    while (one_round(threads) > 0) {
-    }
-  }
+std::function<bool()> fakeStartGrid(unsigned blocks, unsigned threads, std::function<void()> body) {
+  return [grid = std::make_shared<Grid>(blocks, threads, std::move(body))] { return grid->go_on(); };
 }

@@ -98,6 +98,13 @@ void DeferredDevice::force(Queue& queue, size_t until) {
   }
 }
 
+// Steps that are not finished may wait for each other, so that one round in which none ends is not the last.
+void DeferredDevice::run_all() {
+  for (int rounds = 0; rounds < 64 && !idle(); ++rounds)
+    for (auto& queue : queues_)
+      while (try_step(*queue)) rounds = 0;
+}
+
 Event DeferredDevice::record(Stream on) {
   if (on.on_host()) return nullptr;
   Queue& queue = queue_of(on);

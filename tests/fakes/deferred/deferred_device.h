@@ -33,6 +33,8 @@ class DeferredDevice final : public DeviceOps {
   void* allocate(int device, int64_t nbytes);
   // Any work of a test; `step` returns whether it is finished: if not, it is asked again later.
   void submit(Stream on, std::function<bool()> step);
+  // Runs all queues as far as they go.
+  void run_all();
   // Whether all queues are empty and all staging memory has come back.
   bool idle() const;
 

@@ -114,6 +114,8 @@ void Reader::decode(Instruction& instruction, const std::string& opcode, const s
     if (!has(parts, "sync") || operands.at(0) != "0" || operands.size() > 1)
       lexer_.fail("unknown barrier " + instruction.text);
     instruction.kind = Kind::barrier;
+  } else if (base == "nanosleep") {
+    instruction.kind = Kind::sleep;
   } else if (base == "shfl") {
     decode_shuffle(instruction, parts, operands);
   } else if (base == "call") {
@@ -260,6 +262,7 @@ void Reader::decode_atomic(Instruction& instruction, const std::vector<std::stri
 void Reader::decode_memory(Instruction& instruction, const std::vector<std::string>& parts,
                            const std::vector<std::string>& operands) {
   const bool load = parts[0] == "ld";
+  bool is_flag = false;
   size_t vector = 1;
   for (size_t i = 1; i < parts.size(); ++i) {
     const std::string& part = parts[i];
@@ -271,7 +274,10 @@ void Reader::decode_memory(Instruction& instruction, const std::vector<std::stri
       instruction.space = Space::param;
     else if (part == "v2" || part == "v4")
       vector = static_cast<size_t>(part[1] - '0');
-    else if (part != "nc" && part != "wb" && part != "cs" && part != "volatile" && type_of(part) == Type::none)
+    else if (part == "acquire" || part == "release")
+      is_flag = true;
+    else if (part != "sys" && part != "nc" && part != "wb" && part != "cs" && part != "volatile" &&
+             type_of(part) == Type::none)
       lexer_.fail("unknown access " + instruction.text);
   }
   const std::string& value = operands.at(!load);
@@ -291,7 +297,7 @@ void Reader::decode_memory(Instruction& instruction, const std::vector<std::stri
     else
       add_source(instruction, each, instruction.type);
   }
-  instruction.run = find_operation(load ? "ld" : "st");
+  instruction.run = find_operation(std::string(load ? "ld" : "st") + (is_flag ? ".flag" : ""));
 }
 
 }  // namespace ptx

@@ -111,17 +111,24 @@ void allow_unknown_memory(bool allow) {
 
 void run_only(const std::vector<uint32_t>& blocks) { emulation().only_blocks = blocks; }
 
-void run_grid(const void* kernel, unsigned blocks, unsigned threads, int device,
-              const std::vector<std::pair<const void*, size_t>>& arguments) {
-  Emulation& it = emulation();
-  const std::lock_guard<std::mutex> lock(it.mutex);
-  Launch launch{symbol_of(kernel), blocks, threads, arguments, it.only_blocks, it.seed, device};
-  if (it.seed) ++it.seed;
-  try {
-    it.machine.launch(launch);
-  } catch (const std::exception& error) {  // the fake and the PTX do not agree on a kernel
-    stop(error.what());
-  }
+std::function<bool()> start_grid(const void* kernel, unsigned blocks, unsigned threads, int device,
+                                 const std::vector<std::pair<const void*, size_t>>& arguments) {
+  const auto with_machine = [](auto&& work) {
+    Emulation& it = emulation();
+    const std::lock_guard<std::mutex> lock(it.mutex);
+    try {
+      return work(it);
+    } catch (const std::exception& error) {  // the fake and the PTX do not agree on a kernel
+      stop(error.what());
+    }
+  };
+  return with_machine([&](Emulation& it) {
+    Launch launch{symbol_of(kernel), blocks, threads, arguments, it.only_blocks, it.seed, device};
+    if (it.seed) ++it.seed;
+    return [with_machine, go_on = it.machine.start(std::move(launch))] {
+      return with_machine([&](Emulation&) { return go_on(); });
+    };
+  });
 }
 
 }  // namespace ptx

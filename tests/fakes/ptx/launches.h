@@ -9,6 +9,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <utility>
 #include <vector>
 
@@ -23,10 +24,10 @@ void remove_memory(void* begin);
 void mark_written(const void* begin, size_t nbytes);
 void allow_unknown_memory(bool allow);
 
-// Runs a kernel, which is found by the symbol of its host function.  Faults are collected; a fault that a GPU would
-// trap on also ends the kernel.
-void run_grid(const void* kernel, unsigned blocks, unsigned threads, int device,
-              const std::vector<std::pair<const void*, size_t>>& arguments);
+// Returns a function that goes on with a kernel, which is found by the symbol of its host function, and returns whether
+// it has ended.  Faults are collected; a fault that a GPU would trap on also ends the kernel.
+std::function<bool()> start_grid(const void* kernel, unsigned blocks, unsigned threads, int device,
+                                 const std::vector<std::pair<const void*, size_t>>& arguments);
 
 // The next launches run these blocks only; none: all of them.
 void run_only(const std::vector<uint32_t>& blocks);

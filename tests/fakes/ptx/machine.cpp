@@ -52,11 +52,23 @@ bool Machine::launch(const Launch& launch) {
   const auto [module, kernel] = find(launch.kernel);
   Run run(*this, *module, *kernel, launch);
   try {
-    run.run_grid();
+    while (!run.go_on()) {
+    }
   } catch (const Trap&) {
     return false;
   }
   return true;
+}
+
+std::function<bool()> Machine::start(Launch launch) {
+  const auto [module, kernel] = find(launch.kernel);
+  return [run = std::make_shared<Run>(*this, *module, *kernel, std::move(launch))] {
+    try {
+      return run->go_on();
+    } catch (const Trap&) {
+      return true;
+    }
+  };
 }
 
 Coverage Machine::coverage(const std::string& name) const {

@@ -4,8 +4,9 @@
 //
 // Device addresses are host addresses.  It reads the PTX that nvcc makes of this project's kernels; any other opcode is
 // an error at load time, with its line.  Of atomics there is the addition; a block that counts itself by one, after a
-// fence, hands what it wrote over to the blocks that count after it and then fence.  Not modelled: timing, streams,
-// SASS, plain accesses to what others change by atomics, local memory, 2-D grids.
+// fence, hands what it wrote over to the blocks that count after it and then fence.  A thread that sleeps lets other
+// launches run, for whose flags (st.release, ld.acquire) it may wait.  Not modelled: timing, streams, SASS, plain
+// accesses to what others change by atomics, races between launches, local memory, 2-D grids.
 #pragma once
 
 #include <cstddef>
@@ -79,12 +80,17 @@ class Machine {
   bool allow_unknown_memory = false;
   // Whether a device may access another's memory; null: it may.
   std::function<bool(int device, int owner)> reaches;
+  // What %globaltimer reads: it moves while somebody sleeps.
+  uint64_t clock_ns = 1;
   // Races are found by bookkeeping for each byte, which is most of the time of a launch.
   bool find_races = true;
 
   // Runs a kernel to its end, or to the first fault that a GPU would trap on; returns whether it came to its end.
   // All that was found is appended to `faults`: one that does not trap, such as a race, is told only there.
   bool launch(const Launch& launch);
+  // The same in parts: the returned function returns whether the launch has ended.  If not, some of its threads sleep,
+  // so that other launches may run.
+  std::function<bool()> start(Launch launch);
   std::vector<std::string> faults;
   Statistics statistics;
   Coverage coverage(const std::string& kernel) const;

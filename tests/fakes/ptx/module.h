@@ -23,7 +23,7 @@ Type type_of(const std::string& name);  // "f32", "b64", ...; none if it is no t
 inline bool is_signed(Type t) { return t == Type::s8 || t == Type::s16 || t == Type::s32 || t == Type::s64; }
 inline bool is_float(Type t) { return t >= Type::f16; }
 enum class Space : uint8_t { generic, global, shared, param };
-enum class Kind : uint8_t { plain, branch, barrier, shuffle, call, ret };
+enum class Kind : uint8_t { plain, branch, barrier, shuffle, sleep, call, ret };
 enum Shuffle { kUp, kDown, kButterfly, kIndexed };
 
 struct Warp;

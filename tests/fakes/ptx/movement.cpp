@@ -45,6 +45,23 @@ void add_atomically(Warp& warp, const Instruction& instruction, uint32_t lanes) 
   });
 }
 
+// A flag, of one launch for another, or among the blocks of one: no race.
+void load_flag(Warp& warp, const Instruction& instruction, uint32_t lanes) {
+  const uint64_t* address = warp.from(instruction.from[0]);
+  for_lanes(lanes, [&](int lane) {
+    const uint64_t at = address[lane] + static_cast<uint64_t>(instruction.offset);
+    std::memcpy(warp.to(instruction.to[0]) + lane, warp.run->access_atomically(warp, instruction, lane, at, 8), 8);
+  });
+}
+
+void store_flag(Warp& warp, const Instruction& instruction, uint32_t lanes) {
+  const uint64_t* address = warp.from(instruction.from[0]);
+  for_lanes(lanes, [&](int lane) {
+    const uint64_t at = address[lane] + static_cast<uint64_t>(instruction.offset);
+    std::memcpy(warp.run->access_atomically(warp, instruction, lane, at, 8), warp.from(instruction.from[1]) + lane, 8);
+  });
+}
+
 uint64_t low_bits(int bits) { return bits == 64 ? ~uint64_t{0} : (uint64_t{1} << bits) - 1; }
 
 void unpack(Warp& warp, const Instruction& instruction, uint32_t lanes) {
@@ -79,6 +96,8 @@ void select(Warp& warp, const Instruction& instruction, uint32_t lanes) {
 void add_data_movement(Operations& all) {
   all["ld"] = load;
   all["st"] = store;
+  all["ld.flag"] = load_flag;
+  all["st.flag"] = store_flag;
   all["atom.global.add.u32"] = add_atomically;
   all["membar.gl"] = [](Warp& warp, const Instruction&, uint32_t lanes) { warp.run->fence(warp, lanes); };
   all["pack"] = pack;

@@ -275,11 +275,11 @@ Reader::Register Reader::find(const std::string& name) {
       return scope->registers[name] = {new_row(), prefix->second};
   }
   for (const char* special : {"%tid.x", "%tid.y", "%tid.z", "%ntid.x", "%ntid.y", "%ntid.z", "%ctaid.x", "%ctaid.y",
-                              "%ctaid.z", "%nctaid.x", "%nctaid.y", "%nctaid.z", "%laneid"})
+                              "%ctaid.z", "%nctaid.x", "%nctaid.y", "%nctaid.z", "%laneid", "%globaltimer"})
     if (name == special) {
       const auto [made, is_new] = module_->specials.emplace(name, module_->function_rows);
       module_->function_rows += is_new;
-      return {made->second, Type::u32};
+      return {made->second, name == "%globaltimer" ? Type::u64 : Type::u32};
     }
   lexer_.fail("unknown register " + name);
 }

@@ -141,6 +141,10 @@ bool Run::step(Warp& warp, Group& group) {
       return false;
     case Kind::shuffle:
       return shuffle(warp, group, instruction);
+    case Kind::sleep:
+      if (lanes != group.lanes) join(warp.ready, {group.at + 1, group.lanes & ~lanes, group.returns});
+      if (lanes) join(warp.asleep, {group.at + 1, lanes, group.returns});
+      return false;
     default:
       return call_or_return(warp, group, instruction, lanes);
   }
@@ -180,15 +184,17 @@ void Run::start_warp(Warp& warp, int index) {
   warp.ready = {{static_cast<uint32_t>(kernel.first), warp.alive, {}}};
   warp.at_barrier.clear();
   warp.at_shuffle.clear();
+  warp.asleep.clear();
   std::fill(std::begin(warp.fenced), std::end(warp.fenced), 0);
   for (const auto& [name, row] : module.specials) {
     const uint64_t first = name == "%tid.x" ? static_cast<uint64_t>(warp.first_thread) : 0;
     const bool counts = name == "%tid.x" || name == "%laneid";
-    const uint64_t value = name == "%ntid.x"     ? launch.threads
-                           : name == "%ctaid.x"  ? block_number
-                           : name == "%nctaid.x" ? launch.blocks
-                           : name[1] == 'n'      ? 1  // the other dimensions
-                                                 : 0;
+    const uint64_t value = name == "%ntid.x"        ? launch.threads
+                           : name == "%ctaid.x"     ? block_number
+                           : name == "%nctaid.x"    ? launch.blocks
+                           : name == "%globaltimer" ? machine.clock_ns
+                           : name[1] == 'n'         ? 1  // the other dimensions
+                                                    : 0;
     for (uint64_t lane = 0; lane < kLanes; ++lane) warp.to(row)[lane] = counts ? first + lane : value;
     warp.written[row] = ~uint32_t{0};
   }
@@ -225,7 +231,22 @@ void Run::step_across_barrier() {
   ++epoch;
 }
 
-void Run::run_block(uint32_t number) {
+bool Run::all_ended() const {
+  return std::all_of(warps.begin(), warps.end(), [](const Warp& warp) { return warp.alive == 0; });
+}
+
+// Those that sleep go on; meanwhile the time has passed.
+void Run::wake() {
+  last_region_ = nullptr;  // others may have freed it
+  for (Warp& warp : warps) {
+    for (Group& group : warp.asleep) warp.ready.push_back(std::move(group));
+    warp.asleep.clear();
+    if (const auto clock = module.specials.find("%globaltimer"); clock != module.specials.end())
+      std::fill_n(warp.to(clock->second), kLanes, machine.clock_ns);
+  }
+}
+
+void Run::start_block(uint32_t number) {
   block_number = number;
   ++epoch;
   acquired_.clear();
@@ -233,14 +254,24 @@ void Run::run_block(uint32_t number) {
   shared_initialized.assign(module.shared_nbytes, 0);
   shared_accesses.assign(module.shared_nbytes, LastAccess());
   warps.resize((launch.threads + kLanes - 1) / kLanes);
+  for (size_t i = 0; i < warps.size(); ++i) start_warp(warps[i], static_cast<int>(i));
+}
+
+// Goes on with the block that was started; returns whether it has ended.
+bool Run::run_block() {
   std::vector<size_t> order(warps.size());
   std::iota(order.begin(), order.end(), size_t{0});
-  for (size_t i : order) start_warp(warps[i], static_cast<int>(i));
-  while (std::any_of(warps.begin(), warps.end(), [](const Warp& warp) { return warp.alive != 0; })) {
+  wake();
+  while (!all_ended()) {
     if (launch.seed) std::shuffle(order.begin(), order.end(), random);
     for (size_t i : order) run_warp(warps[i]);
+    if (std::any_of(warps.begin(), warps.end(), [](const Warp& warp) { return !warp.asleep.empty(); })) {
+      machine.clock_ns += 1'000'000;
+      return false;
+    }
     step_across_barrier();
   }
+  return true;
 }
 
 void Run::copy_arguments() {
@@ -262,21 +293,27 @@ void Run::copy_arguments() {
     refuse("blocks of " + std::to_string(launch.threads) + " threads, more than its launch bounds");
 }
 
-void Run::run_grid() {
+void Run::begin() {
   copy_arguments();
   ++machine.statistics.launches;
-  std::vector<uint32_t> order = launch.only_blocks;
-  if (order.empty() && !launch.seed) {
-    for (uint32_t number = 0; number < launch.blocks; ++number) run_block(number);
-    return;
+  order_ = launch.only_blocks;
+  order_.erase(std::remove_if(order_.begin(), order_.end(), [&](uint32_t number) { return number >= launch.blocks; }),
+               order_.end());
+  if (order_.empty() && launch.only_blocks.empty() && launch.seed) {
+    order_.resize(launch.blocks);
+    std::iota(order_.begin(), order_.end(), 0);
   }
-  if (order.empty()) {
-    order.resize(launch.blocks);
-    std::iota(order.begin(), order.end(), 0);
+  if (launch.seed) std::shuffle(order_.begin(), order_.end(), random);
+  end_ = launch.only_blocks.empty() ? launch.blocks : order_.size();
+}
+
+bool Run::go_on() {
+  if (!std::exchange(is_begun_, true)) begin();
+  for (; next_ < end_; ++next_) {
+    if (all_ended()) start_block(order_.empty() ? static_cast<uint32_t>(next_) : order_[next_]);
+    if (!run_block()) return false;
   }
-  if (launch.seed) std::shuffle(order.begin(), order.end(), random);
-  for (uint32_t number : order)
-    if (number < launch.blocks) run_block(number);
+  return true;
 }
 
 }  // namespace ptx

@@ -25,7 +25,7 @@ struct Warp {
   uint32_t alive;                 // lanes that have not ended
   std::vector<uint64_t> rows;     // registers, kLanes values each
   std::vector<uint32_t> written;  // of each row, the lanes that were written
-  std::vector<Group> ready, at_barrier, at_shuffle;
+  std::vector<Group> ready, at_barrier, at_shuffle, asleep;
   uint64_t fenced[kLanes];  // when each lane fenced last, by the run's clock; 0: never
 
   uint64_t* to(int row) { return rows.data() + row * kLanes; }
@@ -56,12 +56,12 @@ struct AccessPage {
 };
 
 struct Run {
-  Run(Machine& machine, const Module& module, const Kernel& kernel, const Launch& launch)
-      : machine(machine), module(module), kernel(kernel), launch(launch), random(launch.seed) {}
+  Run(Machine& machine, const Module& module, const Kernel& kernel, Launch given)
+      : machine(machine), module(module), kernel(kernel), launch(std::move(given)), random(launch.seed) {}
 
   // run.cpp
-  void run_grid();
-  void run_block(uint32_t number);
+  bool go_on();  // whether it has ended; otherwise some threads sleep
+  bool run_block();
   void run_warp(Warp& warp);
 
   // memory.cpp: the host address of `nbytes` at an address, after every check.
@@ -73,7 +73,7 @@ struct Run {
   Machine& machine;
   const Module& module;
   const Kernel& kernel;
-  const Launch& launch;
+  const Launch launch;
   std::mt19937_64 random;
   uint32_t block_number = 0;
   uint32_t epoch = 1;  // barriers passed, over all blocks
@@ -84,6 +84,10 @@ struct Run {
 
  private:
   void copy_arguments();
+  void begin();
+  void start_block(uint32_t number);
+  bool all_ended() const;
+  void wake();
   void start_warp(Warp& warp, int index);
   void step_across_barrier();
   bool step(Warp& warp, Group& group);  // false: the group went elsewhere
@@ -98,6 +102,9 @@ struct Run {
   LastAccess& last_access(uint64_t address);
   bool was_handed_over(uint64_t writer, uint32_t epoch_then, const Warp& warp, int lane) const;
 
+  std::vector<uint32_t> order_;  // of the blocks; none: all, in order
+  size_t next_ = 0, end_ = 0;    // block of the order that runs or is next, and the end
+  bool is_begun_ = false;
   std::unordered_map<uint64_t, std::unique_ptr<AccessPage>> pages_;
   AccessPage* last_page_ = nullptr;
   uint64_t last_page_number_ = ~uint64_t{0};

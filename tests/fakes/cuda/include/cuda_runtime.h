@@ -5,6 +5,7 @@
 #include <math.h>
 
 #include <functional>
+#include <memory>
 #include <tuple>
 #include <type_traits>
 #include <utility>
@@ -18,7 +19,7 @@
 #define __forceinline__ inline
 #define __grid_constant__
 #define __launch_bounds__(...)
-#define __shared__ static  // one block runs at a time
+#define __shared__ static  // one block runs at a time, but for kernels that sleep: these have none
 
 struct dim3 {
   constexpr dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
@@ -35,6 +36,8 @@ struct alignas(16) uint4 {
 extern dim3 threadIdx, blockIdx;
 void __syncthreads();
 double __shfl_down_sync(unsigned mask, double value, int offset);
+void __nanosleep(unsigned ns);  // others run meanwhile, of this launch and of others
+uint64_t fakeGlobalTimer();     // moves while somebody sleeps
 inline void __threadfence() {}  // one thread of the host runs them all
 inline unsigned atomicAdd(unsigned* at, unsigned value) { return std::exchange(*at, *at + value); }
 
@@ -45,11 +48,13 @@ struct FakeKernel {
   std::vector<std::pair<const void*, size_t>> arguments;
   std::function<void()> body;
 };
-void fakeRunKernel(const FakeKernel& kernel, int device);
-// Runs `body` as every thread of every block.
-void fakeRunGrid(unsigned blocks, unsigned threads, const std::function<void()>& body);
+// Returns a function that goes on with the kernel, and returns whether it has ended: a kernel whose threads sleep until
+// others have run is asked again.
+std::function<bool()> fakeStartKernel(const FakeKernel& kernel, int device);
+// The same for `body` as every thread of every block.
+std::function<bool()> fakeStartGrid(unsigned blocks, unsigned threads, std::function<void()> body);
 bool fakeHasCode();
-cudaError_t fakeLaunch(cudaStream_t stream, std::function<void(int device)> work);
+cudaError_t fakeLaunch(cudaStream_t stream, std::function<bool(int device)> work);  // asked until it returns true
 size_t fakeMostArgumentBytes();  // of a launch: 4 KiB where FAKE_CUDA_DRIVER is older than 12.1
 
 struct cudaFuncAttributes {};
@@ -70,17 +75,13 @@ cudaError_t cudaLaunchKernel(void (*kernel)(Parameters...), dim3 blocks, dim3 th
   using Values = std::tuple<std::remove_const_t<Parameters>...>;
   if (blocks.x == 0 || blocks.x > 2147483647 || threads.x == 0 || threads.x > 1024) return cudaErrorInvalidValue;
   if ((sizeof(Parameters) + ...) > fakeMostArgumentBytes()) return cudaErrorInvalidValue;
-  const auto values = fakeArguments<Values>(arguments, std::index_sequence_for<Parameters...>{});
-  return fakeLaunch(stream, [=](int device) {
-    std::apply(
-        [&](const auto&... each) {
-          fakeRunKernel({reinterpret_cast<const void*>(kernel),
-                         blocks.x,
-                         threads.x,
-                         {{static_cast<const void*>(&each), sizeof each}...},
-                         [&] { kernel(each...); }},
-                        device);
-        },
-        values);
+  const auto values =
+      std::make_shared<const Values>(fakeArguments<Values>(arguments, std::index_sequence_for<Parameters...>{}));
+  FakeKernel made{reinterpret_cast<const void*>(kernel), blocks.x, threads.x, {}, [=] { std::apply(kernel, *values); }};
+  std::apply([&](const auto&... each) { made.arguments = {{static_cast<const void*>(&each), sizeof each}...}; },
+             *values);
+  return fakeLaunch(stream, [made, running = std::function<bool()>()](int device) mutable {
+    if (!running) running = fakeStartKernel(made, device);
+    return running();
   });
 }

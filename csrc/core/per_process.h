@@ -9,7 +9,7 @@
 #include <atomic>
 #include <memory>
 
-namespace mgpu::nccl {
+namespace mgpu {
 
 template <class T>
 class PerProcess {
@@ -33,4 +33,4 @@ class PerProcess {
   std::atomic<Instance*> current_{nullptr};
 };
 
-}  // namespace mgpu::nccl
+}  // namespace mgpu

@@ -1,5 +1,6 @@
-// Who launches next on a device.  Two communicators that share devices deadlock when one device runs the first one's
-// kernel and the other the second one's, each waiting for its peer.  So over all threads of the process
+// Who launches next on a device, where kernels wait for their peers on other devices (NCCL's, and push's).  Two such
+// launches that share devices deadlock when one device runs the first one's kernel and the other the second one's, each
+// waiting for its peer.  So over all threads of the process
 //   * one launch at a time touches a device: from before its group is opened until its work is on the streams;
 //   * each launch's streams wait for the event after the last launch of their device, so the kernels run in the order
 //     in which they were launched.
@@ -12,14 +13,14 @@
 
 #include "core/device_ops.h"
 
-namespace mgpu::nccl {
+namespace mgpu {
 
 using Clock = std::chrono::steady_clock;
 
 // A claim to be the only one that launches on these devices.
 class DeviceClaim {
  public:
-  // Throws NcclError when another launch does not end by `deadline`.
+  // Throws Error when another launch does not end by `deadline`.
   DeviceClaim(std::vector<int> devices, Clock::time_point deadline);
   ~DeviceClaim();
   DeviceClaim(const DeviceClaim&) = delete;
@@ -45,4 +46,4 @@ class LaunchTurn {
 // Lets go of the events of devices on which nothing runs any more.
 void forget_launches(DeviceOps& ops, const std::vector<int>& devices);
 
-}  // namespace mgpu::nccl
+}  // namespace mgpu

@@ -1,4 +1,4 @@
-#include "backends/nccl/launch_order.h"
+#include "core/launch_order.h"
 
 #include <algorithm>
 #include <condition_variable>
@@ -8,11 +8,10 @@
 #include <string>
 #include <utility>
 
-#include "backends/nccl/nccl_api.h"
-#include "backends/nccl/per_process.h"
 #include "core/error.h"
+#include "core/per_process.h"
 
-namespace mgpu::nccl {
+namespace mgpu {
 namespace {
 
 using DeviceKey = std::pair<DeviceOps*, int>;  // the index of a device means something to its own backend alone
@@ -51,7 +50,7 @@ DeviceClaim::DeviceClaim(std::vector<int> devices, Clock::time_point deadline) :
   };
   std::unique_lock<std::mutex> lock(order.mutex);
   if (!order.ended.wait_until(lock, deadline, free))
-    throw NcclError("another thread's launch on the same devices did not end in time", kTimeout);
+    throw Error("another thread's launch on the same devices did not end in time; nothing was started");
   order.launching.insert(devices_.begin(), devices_.end());
 }
 
@@ -92,4 +91,4 @@ void forget_launches(DeviceOps& ops, const std::vector<int>& devices) {
   }
 }
 
-}  // namespace mgpu::nccl
+}  // namespace mgpu

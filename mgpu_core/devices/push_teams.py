@@ -1,0 +1,56 @@
+"""One team of push per list of GPUs in a process, made at first use, with the memory in which its ranks meet.
+
+A team that failed is dropped, so that the next call makes a new one.  Its memory stays: a rank that comes late writes
+there.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+
+from mgpu_core import _core
+from mgpu_core.devices import streams as streams_of_devices
+from mgpu_core.errors import BackendUnavailable, Error
+
+__all__ = ["with_push"]
+
+_Team = tuple[_core.PushTeam, list[torch.Tensor]]
+
+_teams: dict[tuple[int, ...], _Team] = {}
+_failed: list[_Team] = []
+_lock = threading.Lock()
+
+
+def with_push(streams: list[_core.Stream], call: Callable[[_core.PushTeam], None]) -> None:
+    """Call ``call(team)`` with the team over the GPUs of these streams, one per rank.
+
+    Raises:
+        BackendUnavailable: these ranks cannot push; the message says why.
+        Error: a rank gave up its wait for another in an earlier call; a later call makes a new team.
+    """
+    devices = tuple([stream.device for stream in streams])
+    with _lock:
+        team = _teams.get(devices)
+        if team is None:
+            team = _teams[devices] = _new_team(streams)
+    try:
+        call(team[0])
+    except BackendUnavailable:
+        raise
+    except Error:
+        with _lock:
+            if _teams.get(devices) is team:  # another thread may have made the next one
+                _failed.append(_teams.pop(devices))
+        raise
+
+
+def _new_team(streams: list[_core.Stream]) -> _Team:
+    nbytes = _core.push_memory_nbytes(len(streams))
+    devices = [torch.device(streams_of_devices.GPU_TYPE, stream.device) for stream in streams]
+    memory = [torch.zeros(nbytes, dtype=torch.uint8, device=device) for device in devices]
+    for device in devices:
+        torch.accelerator.current_stream(device).synchronize()  # others write there as soon as there is a team
+    return _core.PushTeam([tensor.data_ptr() for tensor in memory], streams), memory

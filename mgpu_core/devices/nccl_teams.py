@@ -23,7 +23,15 @@ from mgpu_core.devices.nccl_library import wheel_libraries
 from mgpu_core.devices.time_limits import seconds_of
 from mgpu_core.errors import NcclError
 
-__all__ = ["TIMEOUT_VARIABLE", "keep_nccl_off_peers", "limit_of_collectives", "nccl_is_there", "nccl_is_trusted", "practice", "with_nccl"]
+__all__ = [
+    "TIMEOUT_VARIABLE",
+    "keep_nccl_off_peers",
+    "limit_of_collectives",
+    "nccl_is_there",
+    "nccl_is_trusted",
+    "practice",
+    "with_nccl",
+]
 
 TIMEOUT_VARIABLE = "MGPU_CORE_NCCL_TIMEOUT"
 P2P_VARIABLE = "NCCL_P2P_DISABLE"

@@ -127,7 +127,7 @@ class Collective:
         ranks: the ranks that took part.
         nbytes: per rank.
         devices: per rank.
-        hops: in order; empty where the library does not report them (NCCL).
+        hops: in order; empty where the library does not report them (NCCL, push).
         times: begin and end of the work, per device.
     """
 

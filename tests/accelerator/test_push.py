@@ -1,4 +1,4 @@
-"""All-reduces by push on the fake CUDA runtime, whose kernels wait for each other: `tests/cpp/test_push.cpp` has the rest."""
+"""All-reduces by push from Python, on the fake CUDA runtime; `tests/cpp/test_push.cpp` has the rest."""
 
 import pytest
 import torch

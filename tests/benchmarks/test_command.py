@@ -233,7 +233,8 @@ def test_what_gloo_cannot_do_is_measured_without_it(words, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["all_reduce", "--algorithms", "nccl"], "NCCL needs GPUs"),
+        (["all_reduce", "--algorithms", "nccl"], "nccl: it needs GPUs"),
+        (["all_reduce", "--algorithms", "auto,push"], "push: it needs GPUs"),
         (["all_reduce", "--ranks", "1"], "wanted 2 to 24, got 1"),
         (["all_reduce", "--baseline", "missing.json"], "missing.json"),
         (["all_reduce", "--json", "no/such/folder/x.json"], "no/such/folder"),

@@ -15,6 +15,8 @@ from mgpu_core.errors import BackendUnavailable, Error, NcclError
 
 STREAMS = [Stream("cuda", 0, 5), Stream("cuda", 1, 6)]
 ALGORITHMS = ["direct", "ring", "naive", "nccl"]
+KEPT = {4096: "push", 65536: "nccl", 2**18: "nccl", 2**20: "nccl", 2**24: "nccl"}
+RUNS = 5 + 4 * (5 + 5 + 5 + 4 + 4)  # once each; each size by each, the larger ones not by push
 
 
 class Machine:
@@ -38,9 +40,13 @@ class Machine:
 
 def slow_to_start(algorithm, nbytes):
     """Algorithms that differ in what they cost at all and in what each MB costs."""
-    base, per_mb = {"direct": (1e-5, 9e-4), "ring": (1e-4, 4e-4), "naive": (3e-5, 3e-3), "nccl": (5e-5, 2e-4)}[
-        algorithm
-    ]
+    base, per_mb = {
+        "direct": (1e-5, 9e-4),
+        "push": (5e-6, 1e-3),
+        "ring": (1e-4, 4e-4),
+        "naive": (3e-5, 3e-3),
+        "nccl": (5e-5, 2e-4),
+    }[algorithm]
     return base + per_mb * nbytes / 1e6
 
 
@@ -111,7 +117,7 @@ def test_threads_measure_one_after_the_other(machine):
 
     chosen.append(tuning.choose([0, 1], 100, run))
     second.join(10)
-    assert chosen == ["direct", "direct"]
+    assert chosen == ["push", "push"]
 
 
 def test_lookup_takes_the_next_larger_size():
@@ -141,16 +147,16 @@ def machine(monkeypatch, tmp_path):
 
 
 def test_it_is_measured_once_and_kept(machine, monkeypatch):
-    assert tuning.choose([0, 1], 100, machine.run) == "direct"
+    assert tuning.choose([0, 1], 100, machine.run) == "push"
     runs = len(machine.runs)
-    assert runs == 4 * 4 * len(tuning.SIZES) + 4
+    assert runs == RUNS
     assert tuning.choose([0, 1], 2**24, machine.run) == "nccl"
     assert len(machine.runs) == runs
     monkeypatch.setattr(tuning, "_tables", {})  # another process
     cache.forget()
     assert tuning.choose([0, 1], 2**24, machine.run) == "nccl"
     assert len(machine.runs) == runs
-    assert tuning.kept_table([0, 1]) == {4096: "direct", 65536: "nccl", 2**20: "nccl", 2**24: "nccl"}
+    assert tuning.kept_table([0, 1]) == KEPT
     assert tuning.kept_table([1, 0]) is None
     tuning.choose([0, 0, 1], 2**24, machine.run)  # another team is another table
     assert len(machine.runs) == 2 * runs
@@ -161,7 +167,7 @@ def test_one_device_is_not_measured(machine):
     assert machine.runs == []
 
 
-def test_while_a_graph_is_captured_nothing_is_measured_and_nccl_is_refused(machine, monkeypatch):
+def test_while_a_graph_is_captured_nothing_is_measured_and_some_are_refused(machine, monkeypatch):
     ran = []
     monkeypatch.setattr("mgpu_core.comm.algorithms._is_captured", lambda stream: True)
     monkeypatch.setattr(algorithms._core, "all_reduce", lambda *arguments: ran.append(arguments[5]) or arguments[5])
@@ -170,8 +176,9 @@ def test_while_a_graph_is_captured_nothing_is_measured_and_nccl_is_refused(machi
     assert [call.run(algorithm) for algorithm in ("auto", "ring")] == ["direct", "ring"]
     assert ran == ["direct", "ring"]
     assert machine.runs == []
-    with pytest.raises(BackendUnavailable, match="nccl cannot be captured"):
-        call.run("nccl")
+    for algorithm in ("nccl", "push"):
+        with pytest.raises(BackendUnavailable, match=f"{algorithm} cannot be captured"):
+            call.run(algorithm)
 
 
 def test_what_runs_for_the_first_time_is_not_on_the_clock(machine):
@@ -185,7 +192,7 @@ def test_what_runs_for_the_first_time_is_not_on_the_clock(machine):
 
     machine.seconds = seconds
     assert tuning.choose([0, 1], 2**24, machine.run) == "nccl"
-    assert tuning.kept_table([0, 1]) == {4096: "direct", 65536: "nccl", 2**20: "nccl", 2**24: "nccl"}
+    assert tuning.kept_table([0, 1]) == KEPT
 
 
 def test_a_guess_is_not_kept(machine):

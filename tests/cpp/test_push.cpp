@@ -105,17 +105,18 @@ static void bits(const std::vector<int>& devices) {
   for (DType dtype : kDTypes)
     for (ReduceOp op : kOps) {
       const auto most = kPushNbytes / static_cast<int64_t>(itemsize(dtype));
-      for (int64_t count : {int64_t{0}, int64_t{1}, int64_t{7}, int64_t{4097}})
-        has_the_bits_of_direct(of, dtype, op, count, static_cast<int64_t>(random() % 3), random() % 2 != 0, random);
-      if (op == ReduceOp::sum || devices.size() == 2)
-        has_the_bits_of_direct(of, dtype, op, random() % 2 ? most : most - 3, 0, true, random);
+      const int64_t more_than_a_tile = 16 * 1024 / static_cast<int64_t>(itemsize(dtype)) + 17;
+      for (int64_t count : {int64_t{0}, int64_t{1}, int64_t{7}, more_than_a_tile})
+        for (int64_t offset : {0, 1})  // with one that is not in place, addresses differ modulo 16 bytes
+          for (bool in_place : {false, true}) has_the_bits_of_direct(of, dtype, op, count, offset, in_place, random);
+      if (op == ReduceOp::sum) has_the_bits_of_direct(of, dtype, op, random() % 2 ? most : most - 3, 0, true, random);
     }
   has_the_bits_of_direct(of, DType::u8, ReduceOp::sum, kPushNbytes, 1, false, random);          // many tiles of a block
   has_the_bits_of_direct(of, DType::f32, ReduceOp::sum, kPushNbytes / 2 + 5, 0, true, random);  // several launches
   no_faults();
 }
 
-// Each call on some stream of each device; what is on them runs in some order.
+// Each call on some stream of each device, which has memory of its own: nothing but the team orders them.
 static void on_whatever_streams(const std::vector<int>& devices, int calls) {
   std::mt19937_64 random(calls);
   Team of(devices.size(), devices);
@@ -142,27 +143,24 @@ static void on_whatever_streams(const std::vector<int>& devices, int calls) {
     seen.clear();
     sums.clear();
   };
-  const Buffers memory = of.allocate(5000, DType::i32);
+  std::vector<Buffers> memory;
+  for (size_t i = 0; i < all.size(); ++i) memory.push_back(of.allocate(5000, DType::i32));
   for (int call = 0; call < calls; ++call) {
     Streams streams;
     Buffers buffers;
     const int64_t count = random() % 50 ? 1 + static_cast<int64_t>(random() % 9) : 5000;
     std::vector<Bytes> values;
     for (int rank = 0; rank < ranks; ++rank) {
-      streams.push_back(all[random() % all.size()][rank]);
-      buffers.push_back({memory[rank].pointer, count, DType::i32});
+      const size_t chosen = random() % all.size();
+      streams.push_back(all[chosen][rank]);
+      buffers.push_back({memory[chosen][rank].pointer, count, DType::i32});
       const std::vector<int32_t> numbers(count, call * (rank + 1));
       values.emplace_back(count * sizeof(int32_t));
       std::memcpy(values.back().data(), numbers.data(), values.back().size());
-      for (const Streams& each : all)  // the memory is one for all streams
-        if (each[rank] != streams[rank]) order(of.world.ops(), each[rank], streams[rank]);
     }
     of.fill(buffers, values, streams);
     of.team->all_reduce(buffers, buffers, ReduceOp::sum, streams, kLimit);
     seen.push_back(of.read(buffers, streams));
-    for (int rank = 0; rank < ranks; ++rank)
-      for (const Streams& each : all)
-        if (each[rank] != streams[rank]) order(of.world.ops(), streams[rank], each[rank]);
     sums.push_back(call * ranks * (ranks + 1) / 2);
     if (random() % 20 == 0) check();
     if (random() % 10 == 0) of.world.ops().synchronize(streams[random() % streams.size()]);
@@ -173,7 +171,7 @@ static void on_whatever_streams(const std::vector<int>& devices, int calls) {
 
 // The ranks of the second call are ahead: they overwrite no slot that a late one still reads, since a flag says that
 // its rank has ended the call before.
-static void one_that_never_comes(DType dtype) {
+static void one_that_never_comes(DType dtype, ReduceOp op) {
   Team of(3, {0, 1, 2});
   const Streams& streams = of.world.streams();
   const auto is_free = std::make_shared<bool>(false);
@@ -181,7 +179,7 @@ static void one_that_never_comes(DType dtype) {
     const cuda::DeviceGuard guard(1);
     fakeLaunch(cuda::handle_of(streams[1]), [is_free](int) { return *is_free; });
   }
-  const Buffers memory = of.allocate(100, dtype);
+  const Buffers memory = of.allocate(100, dtype, 1);
   std::mt19937_64 random(1);
   std::vector<Bytes> values;
   for (int rank = 0; rank < 3; ++rank) values.push_back(random_bytes(random, 100, dtype));
@@ -190,7 +188,7 @@ static void one_that_never_comes(DType dtype) {
     of.world.then(streams[one],
                   [to = memory[one].pointer, from = values[one]] { std::memcpy(to, from.data(), from.size()); });
   }
-  of.team->all_reduce(memory, memory, ReduceOp::sum, streams, kShortLimit);
+  of.team->all_reduce(memory, memory, op, streams, kShortLimit);
   of.team->check();  // nobody knows yet
   for (int rank : {0, 2}) of.world.ops().synchronize(streams[static_cast<size_t>(rank)]);
   CHECK_THROWS(Error, "gave up an all-reduce by push: rank 1 did not come to it", (of.team->check(), 0));
@@ -205,7 +203,7 @@ static void one_that_never_comes(DType dtype) {
       CHECK(now == values[rank]);
     }
   }
-  CHECK_THROWS(Error, "gave up", (of.team->all_reduce(memory, memory, ReduceOp::sum, streams, kShortLimit), 0));
+  CHECK_THROWS(Error, "gave up", (of.team->all_reduce(memory, memory, op, streams, kShortLimit), 0));
   *is_free = true;
   of.world.finish();
   no_faults();
@@ -273,7 +271,8 @@ int main() {
   refusals();
   one_launch_a_rank();
   a_launch_that_fails();
-  for (DType dtype : kDTypes) one_that_never_comes(dtype);
+  for (DType dtype : kDTypes)
+    for (ReduceOp op : kOps) one_that_never_comes(dtype, op);
   const std::vector<std::vector<int>> teams{{0, 1}, {0, 1, 2, 3}, {0, 1, 2, 3, 4, 5, 6, 7}, {0, 0}, {2, 0, 2}};
   for (const auto& devices : teams) bits(devices);
   for (const auto& devices : teams) on_whatever_streams(devices, ptx::is_wanted() ? 50 : 2000);

@@ -16,6 +16,7 @@ from functools import partial
 
 import torch
 
+from mgpu_core.comm.reductions import BETWEEN_GPUS
 from mgpu_core.tools.bench.case import Case, Contest, Label, RowPlan, UsageError, chosen, refuse
 from mgpu_core.tools.bench.collective import (
     DTYPES,
@@ -59,8 +60,9 @@ def plan(collective: TeamCase, options: argparse.Namespace) -> RowPlan:
     """Return a row per number of ranks and size. `UsageError` for numbers that no row can have."""
     if options.device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: torch sees no GPU here")
-    if options.device == "cpu" and "nccl" in getattr(options, "algorithms", []):
-        raise UsageError("--algorithms nccl: NCCL needs GPUs (--device cuda)")
+    for algorithm in BETWEEN_GPUS:
+        if options.device == "cpu" and algorithm in getattr(options, "algorithms", []):
+            raise UsageError(f"--algorithms {algorithm}: it needs GPUs (--device cuda)")
     tasks = {ranks: [_task(collective, options, ranks, size) for size in options.sizes] for ranks in options.ranks}
     refuse(options, "gloo", gloo_cannot(next(iter(tasks.values()))[0]))
     labels = [_labels(collective, task) for sizes in tasks.values() for task in sizes]

@@ -303,7 +303,10 @@ void Run::begin() {
     order_.resize(launch.blocks);
     std::iota(order_.begin(), order_.end(), 0);
   }
-  if (launch.seed) std::shuffle(order_.begin(), order_.end(), random);
+  // Blocks that sleep may wait for the same block of another launch, and one runs at a time.
+  const bool sleeps = std::any_of(module.code.begin() + kernel.first, module.code.begin() + kernel.last,
+                                  [](const Instruction& each) { return each.kind == Kind::sleep; });
+  if (launch.seed && !sleeps) std::shuffle(order_.begin(), order_.end(), random);
   end_ = launch.only_blocks.empty() ? launch.blocks : order_.size();
 }
 

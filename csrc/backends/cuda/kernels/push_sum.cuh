@@ -92,28 +92,32 @@ __device__ __forceinline__ void push_tile(const PushTable& table, int64_t tile) 
       [&](int64_t i) { push(i, load<1>(in + i)); });
 }
 
-// What nobody can take for a sum.
-template <class T, int kWidth>
+// Writes what nobody can take for a sum.
+template <class T>
 __device__ __forceinline__ void spoil_tile(const PushTable& table, int64_t tile) {
   T nan;
   if constexpr (std::is_same_v<T, double>)
     nan = static_cast<double>(NAN);
   else
     nan = narrow<T>(NAN);
-  T* out = static_cast<T*>(table.out);
-  for_tile<kWidth, 1>(
-      table.extent, tile, [&](int64_t) { return nan; },
-      [&](int64_t i, T value) {
-#pragma unroll
-        for (int k = 0; k < kWidth; ++k) out[i + k] = value;
-      },
-      [&](int64_t i) { out[i] = nan; });
+  const Extent& extent = table.extent;
+  const auto spoil = [&](int64_t begin, int64_t end) {
+#pragma unroll 1
+    for (int64_t i = begin + threadIdx.x; i < end; i += kThreads) static_cast<T*>(table.out)[i] = nan;
+  };
+  const int64_t tail = extent.head + extent.vectors * extent.width, count = kTileVectors * extent.width;
+  const int64_t begin = extent.head + tile * count;
+  spoil(begin, begin + count < tail ? begin + count : tail);
+  if (tile != 0) return;
+  spoil(0, extent.head);
+  spoil(tail, tail + extent.tail);
 }
 
-// Calls work(tile) for the tiles of this block; `width` tells it how they are cut.
+// Calls work(tile, width) for the tiles of this block, which are cut into vectors of so many elements.
 template <class T, class Work>
 __device__ __forceinline__ void for_tiles(const PushTable& table, Work&& work) {
   const int64_t tiles = tiles_of(table.extent);
+#pragma unroll 1
   for (int64_t tile = blockIdx.x; tile < tiles; tile += table.blocks) {
     if (table.extent.width == 1)
       work(tile, std::integral_constant<int, 1>());
@@ -134,13 +138,13 @@ __global__ void __launch_bounds__(kThreads, 1) push_sum_kernel(const __grid_cons
   __syncthreads();  // and all ranks' are there before one is read
   if (*table.given_up != 0) {
     if constexpr (!std::is_integral_v<T>)
-      for_tiles<T>(table, [&](int64_t tile, auto width) { spoil_tile<T, width.value>(table, tile); });
+      for (int64_t tile = blockIdx.x; tile < tiles_of(table.extent); tile += table.blocks) spoil_tile<T>(table, tile);
     return;
   }
-  for_tiles<T>(table, [&](int64_t tile, auto) {
-    sum_tile<kOp, T>(table, table.ranks, table.divisor, table.extent, tile, [&](int64_t i, const auto& sum) {
-      store<sizeof(sum.at) / sizeof(T)>(static_cast<T*>(table.out) + i, sum);
-    });
+  for_tiles<T>(table, [&](int64_t tile, auto width) {
+    sum_tile_of<kOp, T, width.value, 0>(
+        table, table.ranks, table.divisor, table.extent, tile,
+        [&](int64_t i, const auto& sum) { store<sizeof(sum.at) / sizeof(T)>(static_cast<T*>(table.out) + i, sum); });
   });
 }
 

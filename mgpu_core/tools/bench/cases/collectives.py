@@ -98,7 +98,7 @@ _ROWS = (
     TeamCase(
         name="all_reduce", summary="mgpu_core.comm.all_reduce in place, one tensor per rank",
         position="in", split=False, bus_factor=around, ops=(*OPS,),
-        algorithms=("auto", "naive", "direct", "ring", "tree", "nccl"),
+        algorithms=("auto", "naive", "direct", "push", "ring", "tree", "nccl"),
         wanted=lambda values, _rank: values.folded(),
         ours=_all_reduced, loop=_all_reduced_in_turn,
         gloo=lambda task, _rank, send: _into(send, lambda out: distributed.all_reduce(out, OPS[task.op])),

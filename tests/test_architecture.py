@@ -124,6 +124,7 @@ def test_tensors_become_pointers_in_few_files():
     assert {user.split("/")[0] for user in users} <= {"comm", "kernels", "devices"}
     assert {user for user in users if user.startswith("devices/")} <= {
         "devices/peer_probe.py",
+        "devices/push_teams.py",
         "devices/shared_memory.py",
         "devices/tensor_checks.py",
     }

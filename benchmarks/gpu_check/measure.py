@@ -28,7 +28,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import mgpu_core
-from mgpu_core import kernels
+from mgpu_core import _core, kernels
 from mgpu_core.tools.advise.device_time import DeviceTime
 from mgpu_core.tools.advise.host_share import measured_share
 from mgpu_core.tools.advise.plan import plan_of
@@ -341,6 +341,28 @@ def _resnet50(bench: Bench) -> tuple[Callable[[], nn.Module], torch.Tensor, torc
     return make, x, torch.randint(1000, (64,), device=bench.device)
 
 
+def push_between_streams(bench: Bench) -> None:
+    """Microseconds of small all-reduces between streams of one GPU, by push and by direct, until all are done."""
+    for ranks in (2, 4):
+        streams = [torch.cuda.Stream(bench.device) for _ in range(ranks)] if bench.is_gpu else []
+        handles = [_core.Stream("cuda", bench.device.index, stream.cuda_stream) for stream in streams]
+        handles = handles or [_core.Stream("cpu", 0, 0)] * ranks  # a dry run has no push
+        nbytes = _core.push_memory_nbytes(ranks)
+        memory = [torch.zeros(nbytes, dtype=torch.uint8, device=bench.device) for _ in range(ranks)]
+        bench.wait()
+        team = _core.PushTeam([tensor.data_ptr() for tensor in memory], handles) if streams else None
+        for size in (4 << 10, 64 << 10, 256 << 10):
+            parts = [torch.ones(size // 4, device=bench.device) for _ in range(ranks)]
+            pointers = [part.data_ptr() for part in parts]
+            call = pointers, pointers, size // 4, "float32", "max"
+            ways: dict[str, Work] = {"direct": partial(_core.all_reduce, *call, "direct", handles, False)}
+            if team is not None:
+                ways["push"] = partial(team.all_reduce, *call, handles, 10.0)
+            for kind, ms in (("us", bench.wall_ms(ways, turns=200)), ("host_us", bench.host_ms(ways, rounds=50))):
+                figures = {way: taken * 1e3 for way, taken in ms.items()}
+                bench.tell(f"all-reduce of {size >> 10} KiB, {ranks} streams, {kind}", **figures)
+
+
 def host_of_resnet50(bench: Bench) -> None:
     """Two images a rank; then 64 images."""
     if not bench.is_gpu:
@@ -470,7 +492,7 @@ def loader(bench: Bench) -> None:
 
 ROWS = (
     memory_bound_kernels, host_part_of_pack, optimizer_kernels, step_of_simplenet, step_of_cnn, step_of_resnet50,
-    step_in_shards, host_of_resnet50, host_of_gpt, requests, loader,
+    step_in_shards, push_between_streams, host_of_resnet50, host_of_gpt, requests, loader,
 )  # fmt: skip
 LONGEST = 60.0
 """Seconds of a row."""

@@ -2,6 +2,7 @@
 // `direct`, thousands of calls on whatever streams, ranks that come late or never, and launches that fail.
 #include "core/push_team.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -63,8 +64,9 @@ struct Team {
   }
   void fill(const Buffers& buffers, const std::vector<Bytes>& values, const Streams& streams) {
     for (size_t rank = 0; rank < buffers.size(); ++rank)
-      world.then(streams[rank],
-                 [to = buffers[rank].pointer, from = values[rank]] { std::memcpy(to, from.data(), from.size()); });
+      world.then(streams[rank], [to = static_cast<unsigned char*>(buffers[rank].pointer), from = values[rank]] {
+        std::copy(from.begin(), from.end(), to);
+      });
   }
   // What the buffers hold when their streams come to it, after finish().
   std::shared_ptr<std::vector<Bytes>> read(const Buffers& buffers, const Streams& streams) {

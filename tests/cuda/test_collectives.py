@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from mgpu_core import _core, comm
+from mgpu_core.errors import Error
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8]
 COUNTS = [1, 5, 4097]
@@ -32,6 +33,67 @@ def test_all_reduce(gpu, ranks, dtype, algorithm, merge):
             comm.all_reduce(host, op)
             comm.all_reduce(parts, op, algorithm=algorithm, merge_shared_devices=merge)
             assert all(torch.equal(part.cpu(), host[0]) for part in parts)
+
+
+class Pushing:
+    """A team of push whose ranks share a GPU, where there is room for all of their kernels, each on its own stream."""
+
+    def __init__(self, ranks, gpu):
+        self.torch_streams = [torch.cuda.Stream(gpu) for _ in range(ranks)]
+        self.streams = [_core.Stream("cuda", 0, stream.cuda_stream) for stream in self.torch_streams]
+        nbytes = _core.push_memory_nbytes(ranks)
+        self.memory = [torch.zeros(nbytes, dtype=torch.uint8, device=gpu) for _ in range(ranks)]
+        torch.cuda.synchronize()
+        self.team = _core.PushTeam([tensor.data_ptr() for tensor in self.memory], self.streams)
+
+    def all_reduce(self, parts, op="sum", limit_seconds=60.0):
+        pointers = [part.data_ptr() for part in parts]
+        dtype = str(parts[0].dtype).removeprefix("torch.")
+        self.team.all_reduce(pointers, pointers, parts[0].numel(), dtype, op, self.streams, limit_seconds)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_push_between_streams_of_one_gpu(gpu, ranks, dtype):
+    pushing = Pushing(ranks, gpu)
+    for op in ("sum", "avg", "max", "prod"):
+        for count in (*COUNTS, 2**18 // dtype.itemsize, 300_000):
+            torch.manual_seed(count)
+            parts = [(torch.randn(count, device=gpu) * 9).to(dtype) for _ in range(ranks)]
+            summed = [part.clone() for part in parts]
+            comm.all_reduce(summed, op, algorithm="direct")
+            torch.cuda.synchronize()
+            pushing.all_reduce(parts, op)
+            torch.cuda.synchronize()
+            assert all(torch.equal(part, summed[0]) for part in parts)
+    pushing.team.check()
+
+
+def test_push_goes_on_thousands_of_times(gpu, ranks):
+    pushing = Pushing(ranks, gpu)
+    parts = [torch.full((1000,), float(rank == 0), device=gpu) for rank in range(ranks)]
+    torch.cuda.synchronize()
+    for turn in range(3000):
+        pushing.all_reduce(parts, "max" if turn % 2 else "avg" if turn % 3 else "sum")
+        if turn % 2 == 0:
+            with torch.cuda.stream(pushing.torch_streams[turn % ranks]):
+                parts[turn % ranks].add_(1).sub_(1).clamp_(0, 1)
+    torch.cuda.synchronize()
+    pushing.team.check()
+    assert all(torch.equal(part, parts[0]) for part in parts)
+
+
+def test_push_gives_up_a_rank_that_is_too_late(gpu):
+    pushing = Pushing(2, gpu)
+    parts = [torch.ones(100, device=gpu) for _ in range(2)]
+    torch.cuda.synchronize()
+    with torch.cuda.stream(pushing.torch_streams[1]):
+        torch.cuda._sleep(4_000_000_000)  # two seconds
+    pushing.all_reduce(parts, limit_seconds=0.2)
+    pushing.torch_streams[0].synchronize()
+    assert bool(parts[0].isnan().all())
+    with pytest.raises(Error, match="rank 0 gave up an all-reduce by push: rank 1 did not come"):
+        pushing.all_reduce(parts)
+    torch.cuda.synchronize()
 
 
 def test_work_before_and_after_is_in_order(gpu, ranks):

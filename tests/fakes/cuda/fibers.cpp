@@ -38,6 +38,15 @@ void enter() {
   running->state = State::ended;
 }
 
+void prepare(Fiber& fiber) {
+  fiber.state = State::ready;
+  getcontext(&fiber.context);
+  fiber.context.uc_stack.ss_sp = fiber.stack.get();
+  fiber.context.uc_stack.ss_size = kStackNbytes;
+  fiber.context.uc_link = &scheduler;
+  makecontext(&fiber.context, enter, 0);
+}
+
 void leave(State state) {
   running->state = state;
   swapcontext(&running->context, &scheduler);
@@ -77,21 +86,12 @@ class Grid {
   }
 
   void start() {
-    for (unsigned thread = 0; thread < threads_; ++thread) {
-      if (fibers_.size() <= thread && !idle.empty()) {
-        fibers_.push_back(std::move(idle.back()));
-        idle.pop_back();
-      } else if (fibers_.size() <= thread) {
-        fibers_.push_back(std::make_unique<Fiber>());
-      }
-      Fiber& fiber = *fibers_[thread];
-      fiber.state = State::ready;
-      getcontext(&fiber.context);
-      fiber.context.uc_stack.ss_sp = fiber.stack.get();
-      fiber.context.uc_stack.ss_size = kStackNbytes;
-      fiber.context.uc_link = &scheduler;
-      makecontext(&fiber.context, enter, 0);
+    while (fibers_.size() < threads_) {
+      if (idle.empty()) idle.push_back(std::make_unique<Fiber>());
+      fibers_.push_back(std::move(idle.back()));
+      idle.pop_back();
     }
+    for (const auto& fiber : fibers_) prepare(*fiber);
   }
 
   // Every thread that is ready goes on to its next stop.

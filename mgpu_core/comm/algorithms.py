@@ -47,13 +47,13 @@ class AllReduceAlgorithm:
             BackendUnavailable: ``nccl`` or ``push`` where there is none, on the host, or while a graph is captured.
         """
         if self.streams[0] != HOST:
-            algorithm = self._on_gpus(algorithm)
+            asked, algorithm = algorithm, self._on_gpus(algorithm)
             if algorithm == "nccl":
                 with_nccl(self._devices(), self._by_nccl)
                 return algorithm
-            if algorithm == "push":
-                self._push(limit_of_collectives())
+            if algorithm == "push" and self._has_pushed(asked):
                 return algorithm
+            algorithm = "direct" if algorithm == "push" else algorithm
         pointers = list(self.pointers)
         outs = list(self.outs) or pointers
         return _core.all_reduce(
@@ -82,6 +82,16 @@ class AllReduceAlgorithm:
         outs = list(self.outs) or pointers
         team.all_reduce(pointers, outs, self.count, self.dtype, self.op, self.streams, self.merge_shared_devices)
 
+    def _has_pushed(self, asked: str) -> bool:
+        """Return whether push could run; it need not where `auto` took it from a table that was kept."""
+        try:
+            self._push(limit_of_collectives())
+        except BackendUnavailable:
+            if asked != "auto":
+                raise
+            return False
+        return True
+
     def _push(self, limit_seconds: float) -> None:
         pointers = list(self.pointers)
         call = pointers, list(self.outs) or pointers, self.count, self.dtype, self.op, self.streams, limit_seconds
@@ -107,5 +117,7 @@ class AllReduceAlgorithm:
             torch.cuda.current_stream(device).synchronize()
         if algorithm == "nccl":  # a team that is given up lets its streams go on, so they say nothing
             with_nccl(self._devices(), lambda team: team.wait(streams))
+        if algorithm == "push":
+            with_push(streams, lambda team: team.check())
         if not all(bool(tensor.eq(len(devices)).all()) for tensor in tensors):
             raise Error(f"{algorithm} gave a wrong sum")

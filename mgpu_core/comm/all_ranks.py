@@ -42,7 +42,7 @@ def all_reduce(
         TypeError, ValueError: before anything is written.
         BackendUnavailable: ``nccl`` or ``push`` on the CPU, while a graph is captured, or where there is none.
         Error: an earlier ``push`` was given up, because a GPU did not come to it; its floating results are NaN, and its
-            integers as they were.  A later call makes a new team.
+            integers are not summed.  A later call makes a new team.
         NcclError: NCCL failed; a later call makes a new team of communicators.
     """
     tensors = as_list(tensors, "tensors")

@@ -6,6 +6,8 @@ there.
 
 from __future__ import annotations
 
+import itertools
+import os
 import threading
 from collections.abc import Callable
 
@@ -31,6 +33,8 @@ def with_push(streams: list[_core.Stream], call: Callable[[_core.PushTeam], None
         BackendUnavailable: these ranks cannot push; the message says why.
         Error: a rank gave up its wait for another in an earlier call; a later call makes a new team.
     """
+    if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0":
+        raise BackendUnavailable("push needs launches that do not wait for each other: unset CUDA_LAUNCH_BLOCKING")
     devices = tuple([stream.device for stream in streams])
     with _lock:
         team = _teams.get(devices)
@@ -48,8 +52,10 @@ def with_push(streams: list[_core.Stream], call: Callable[[_core.PushTeam], None
 
 
 def _new_team(streams: list[_core.Stream]) -> _Team:
-    nbytes = _core.push_memory_nbytes(len(streams))
     devices = [torch.device(streams_of_devices.GPU_TYPE, stream.device) for stream in streams]
+    if not all(streams_of_devices.reach_each_other(one, other) for one, other in itertools.combinations(devices, 2)):
+        raise BackendUnavailable("push works between GPUs that reach each other's memory")
+    nbytes = _core.push_memory_nbytes(len(streams))
     memory = [torch.zeros(nbytes, dtype=torch.uint8, device=device) for device in devices]
     for device in devices:
         torch.accelerator.current_stream(device).synchronize()  # others write there as soon as there is a team

@@ -45,7 +45,7 @@ PushTable table_of(const PushSum& call) {
   table.extent = extent_of_all<T>(call);  // of all ranks, so that they cut the same tiles
   table.blocks = static_cast<int>(std::min<int64_t>(tiles_of(table.extent), kPushBlocks));
   table.sequence = call.sequence;
-  table.limit_ns = static_cast<uint64_t>(call.limit_ns);
+  table.limit_ns = call.limit_ns;
   return table;
 }
 

@@ -31,7 +31,7 @@ struct PushTable {
   int blocks;
   Extent extent;
   uint64_t sequence;
-  uint64_t limit_ns;
+  int64_t limit_ns;
 };
 
 // What this block has written so far is there for those who read the flag.
@@ -70,12 +70,22 @@ __device__ __forceinline__ void wait_for(const PushTable& table, int rank) {
   while (read_flag(flag) < table.sequence) {
     const uint64_t now = now_ns();
     if (begin == 0) begin = now;
-    if (now - begin > table.limit_ns) {
+    if (static_cast<int64_t>(now - begin) > table.limit_ns) {
       if (atomicAdd(table.given_up, 1u) == 0) *table.late = static_cast<uint32_t>(rank) + 1;
       return;
     }
     __nanosleep(20);
   }
+}
+
+// Returns the same to all threads of the block: whether this rank has given up a wait, in this launch or an earlier
+// one.
+__device__ __forceinline__ bool has_given_up(const PushTable& table) {
+  __shared__ bool given_up;
+  __syncthreads();  // all have read what was there before
+  if (threadIdx.x == 0) given_up = *table.given_up != 0;
+  __syncthreads();
+  return given_up;
 }
 
 template <class T, int kWidth>
@@ -128,15 +138,19 @@ __device__ __forceinline__ void for_tiles(const PushTable& table, Work&& work) {
 
 template <ReduceOp kOp, class T>
 __global__ void __launch_bounds__(kThreads, 1) push_sum_kernel(const __grid_constant__ PushTable table) {
-  for_tiles<T>(table, [&](int64_t tile, auto width) { push_tile<T, width.value>(table, tile); });
-  __syncthreads();  // all values of the block are written before one of its threads says so
-  const int rank = static_cast<int>(threadIdx.x);
-  if (rank < table.ranks && rank != table.rank) {
-    set_flag(table.flags_at[rank] + blockIdx.x, table.sequence);
-    wait_for(table, rank);
+  // Who has given up sends nothing more: the one that is late may still read what was sent before.
+  bool given_up = has_given_up(table);
+  if (!given_up) {
+    for_tiles<T>(table, [&](int64_t tile, auto width) { push_tile<T, width.value>(table, tile); });
+    __syncthreads();  // all values of the block are written before one of its threads says so
+    const int rank = static_cast<int>(threadIdx.x);
+    if (rank < table.ranks && rank != table.rank) {
+      set_flag(table.flags_at[rank] + blockIdx.x, table.sequence);
+      wait_for(table, rank);
+    }
+    given_up = has_given_up(table);  // its barriers also say that all ranks' values are there before one is read
   }
-  __syncthreads();  // and all ranks' are there before one is read
-  if (*table.given_up != 0) {
+  if (given_up) {
     if constexpr (!std::is_integral_v<T>)
       for (int64_t tile = blockIdx.x; tile < tiles_of(table.extent); tile += table.blocks) spoil_tile<T>(table, tile);
     return;

@@ -19,7 +19,7 @@
 #define __forceinline__ inline
 #define __grid_constant__
 #define __launch_bounds__(...)
-#define __shared__ static  // one block runs at a time, but for kernels that sleep: these have none
+#define __shared__ static  // one block runs at a time; where kernels sleep, nothing is kept there meanwhile
 
 struct dim3 {
   constexpr dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}

@@ -52,6 +52,12 @@ def test_it_is_counted_and_refused_where_it_cannot_be():
     comm.all_reduce(parts, algorithm="push")  # and the others go on
 
 
+def test_launches_that_wait_for_their_kernels(monkeypatch):
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    with pytest.raises(BackendUnavailable, match="unset CUDA_LAUNCH_BLOCKING"):
+        comm.all_reduce(inputs(devices(0, 1), 8, torch.float32), algorithm="push")
+
+
 def test_a_limit_that_is_none(monkeypatch):
     monkeypatch.setenv("MGPU_CORE_NCCL_TIMEOUT", "soon")
     parts = inputs(devices(0, 1), 8, torch.float32)

@@ -10,16 +10,13 @@ namespace {
 std::string all_reduce(const Pointers& in, const Pointers& out, int64_t count, const std::string& dtype_name,
                        const std::string& op_name, const std::string& algorithm_name, const Streams& streams,
                        bool merge_shared_devices) {
-  const DType dtype = dtype_from(dtype_name);
-  const ReduceOp op = reduce_op_from(op_name);
-  const Buffers from = buffers_of(in, count, dtype), to = buffers_of(out, count, dtype);
-  check_all_reduce(from, to);
+  const AllReduceCall call = all_reduce_call(in, out, count, dtype_name, op_name);
   // `automatic` is resolved here, so that the counters and the caller learn what ran.
   const Algorithm asked = algorithm_from(algorithm_name);
   const Algorithm algorithm = asked == Algorithm::automatic ? Algorithm::direct : asked;
   const Ranks ranks = ranks_of(streams, in.size(), merge_shared_devices);
-  without_gil([&] { collectives_of(ranks.streams).all_reduce(from, to, op, algorithm, ranks); });
-  count_ranks("all_reduce", name_of(algorithm), std::vector<int64_t>(in.size(), nbytes_of(from[0])));
+  without_gil([&] { collectives_of(ranks.streams).all_reduce(call.in, call.out, call.op, algorithm, ranks); });
+  count_ranks("all_reduce", name_of(algorithm), std::vector<int64_t>(in.size(), nbytes_of(call.in[0])));
   return name_of(algorithm);
 }
 

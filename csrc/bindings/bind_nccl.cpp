@@ -69,13 +69,10 @@ int64_t parts_of(const NcclTeam& self, size_t ranks) {
 
 void all_reduce(NcclTeam& self, const Pointers& in, const Pointers& out, int64_t count, const std::string& dtype_name,
                 const std::string& op_name, const Streams& streams, bool merge_shared_devices) {
-  const DType dtype = dtype_from(dtype_name);
-  const ReduceOp op = reduce_op_from(op_name);
-  const Buffers from = buffers_of(in, count, dtype), to = buffers_of(out, count, dtype);
-  check_all_reduce(from, to);
+  const AllReduceCall call = all_reduce_call(in, out, count, dtype_name, op_name);
   const Ranks ranks = ranks_of(streams, in.size(), merge_shared_devices);
-  without_gil([&] { self.collectives.all_reduce(from, to, op, Algorithm::nccl, ranks); });
-  count_ranks("all_reduce", "nccl", std::vector<int64_t>(in.size(), nbytes_of(from[0])));
+  without_gil([&] { self.collectives.all_reduce(call.in, call.out, call.op, Algorithm::nccl, ranks); });
+  count_ranks("all_reduce", "nccl", std::vector<int64_t>(in.size(), nbytes_of(call.in[0])));
 }
 
 void reduce(NcclTeam& self, const std::vector<Pointers>& in, const Pointers& out, const std::vector<int64_t>& counts,

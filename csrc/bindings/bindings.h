@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/checks.h"
 #include "core/collectives.h"
 #include "core/counters.h"
 #include "core/error.h"
@@ -59,6 +60,19 @@ inline Buffers buffers_of(const Pointers& pointers, int64_t count, DType dtype) 
   Buffers buffers;
   for (Pointer pointer : pointers) buffers.push_back(buffer_of(pointer, count, dtype));
   return buffers;
+}
+
+// The arguments of an all-reduce, checked.
+struct AllReduceCall {
+  Buffers in, out;
+  ReduceOp op;
+};
+inline AllReduceCall all_reduce_call(const Pointers& in, const Pointers& out, int64_t count, const std::string& dtype,
+                                     const std::string& op) {
+  const DType of = dtype_from(dtype);
+  AllReduceCall call{buffers_of(in, count, of), buffers_of(out, count, of), reduce_op_from(op)};
+  check_all_reduce(call.in, call.out);
+  return call;
 }
 
 // Throws InvalidArgument unless there is one stream per rank.

@@ -18,6 +18,9 @@ Buffers slices(const Buffers& buffers, const Chunk& chunk);
 
 inline CopyBlock plain_copy(void* to, const void* from, int64_t nbytes) { return {to, from, 1, nbytes, 0, 0}; }
 
+// By what a reduction over so many ranks is divided at its end.
+inline int divisor_of(ReduceOp op, size_t ranks) { return op == ReduceOp::avg ? static_cast<int>(ranks) : 1; }
+
 // out[0] = out[1] = ... = in[0] op in[1] op ...
 SumRanks sum_of(const Buffers& in, const Buffers& out, ReduceOp op, int divisor);
 

@@ -8,6 +8,13 @@ void DeviceOps::push_sum(const PushSum&, Stream) {
   throw BackendUnavailable("push works between GPUs that reach each other's memory");
 }
 
+bool in_reach(const Reach& reach, const Streams& streams) {
+  for (const Stream& one : streams)
+    for (const Stream& other : streams)
+      if (!one.same_device(other) && !reach(one.device, other.device)) return false;
+  return true;
+}
+
 void order(DeviceOps& ops, Stream first, Stream later) {
   if (first != later) ops.wait(later, ops.record(first));
 }

@@ -66,7 +66,8 @@ class DeviceOps {
   // Work.  The blocks' destinations do not overlap each other nor any source; nor do the outputs of sums.
   virtual void copy(const std::vector<CopyBlock>& blocks, Stream on) = 0;
   virtual void sum_ranks(const std::vector<SumRanks>& calls, Stream on) = 0;
-  // Ends when the other ranks' parts have begun, or after its limit.  Throws BackendUnavailable where there is none.
+  // Runs until the parts of all other ranks have sent their values, or to its limit.  Throws BackendUnavailable on a
+  // backend without it.
   virtual void push_sum(const PushSum& call, Stream on);
   // An index outside [0, rows_count) is the caller's mistake: on the host nothing is written and InvalidArgument names
   // it; a device cannot report it in time and fills the row with NaN.
@@ -82,6 +83,9 @@ class DeviceOps {
 
 // Whether work on `device` may read and write the memory of `peer`, of the same backend, and the other way round.
 using Reach = std::function<bool(int device, int peer)>;
+
+// Whether each stream's device reaches the memory of all the others.
+bool in_reach(const Reach& reach, const Streams& streams);
 
 // What is put on any of the streams afterwards runs after all that is on any of them now.
 void barrier(DeviceOps& ops, const Streams& streams);

@@ -1,6 +1,6 @@
-// Who launches next on a device, where kernels wait for their peers on other devices (NCCL's, and push's).  Two such
-// launches that share devices deadlock when one device runs the first one's kernel and the other the second one's, each
-// waiting for its peer.  So over all threads of the process
+// Who launches next on a device.  Kernels of NCCL and of push wait for their peers on other devices: two launches that
+// share devices deadlock when one device runs the first one's kernel and the other the second one's, each waiting for
+// its peer.  So over all threads of the process
 //   * one launch at a time touches a device: from before its group is opened until its work is on the streams;
 //   * each launch's streams wait for the event after the last launch of their device, so the kernels run in the order
 //     in which they were launched.

@@ -15,7 +15,7 @@ struct Summing {
   ReduceOp op;
   int divisor;
 };
-Summing summing_of(ReduceOp op, size_t ranks) { return {op, op == ReduceOp::avg ? static_cast<int>(ranks) : 1}; }
+Summing summing_of(ReduceOp op, size_t ranks) { return {op, divisor_of(op, ranks)}; }
 
 using Copies = PerStream<CopyBlock>;
 
@@ -244,26 +244,19 @@ void all_reduce_through_host(DeviceOps& ops, const Buffers& in, const Buffers& o
 
 }  // namespace
 
-bool PeerCollectives::in_reach(const Streams& streams) const {
-  for (const Stream& one : streams)
-    for (const Stream& other : streams)
-      if (!one.same_device(other) && !reach_(one.device, other.device)) return false;
-  return true;
-}
-
 void PeerCollectives::all_reduce(const Buffers& in, const Buffers& out, ReduceOp op, Algorithm algorithm,
                                  const Ranks& ranks) {
   if (algorithm == Algorithm::nccl) throw BackendUnavailable("nccl works between GPUs, by a team of its own");
   if (algorithm == Algorithm::push)
     throw BackendUnavailable("push works between GPUs that reach each other's memory, by a team of its own");
   const Summing summing = summing_of(op, in.size());
-  if (in_reach(ranks.streams)) return all_reduce_in_reach(ops_, in, out, summing, algorithm, ranks);
+  if (in_reach(reach_, ranks.streams)) return all_reduce_in_reach(ops_, in, out, summing, algorithm, ranks);
   all_reduce_through_host(ops_, in, out, summing, algorithm, ranks, piece_nbytes_);
 }
 
 void PeerCollectives::reduce(const std::vector<ReduceCall>& calls, ReduceOp op, const Ranks& ranks, Stream root) {
   const Streams all = with(ranks.streams, root);
-  const bool staged = !in_reach(all);
+  const bool staged = !in_reach(reach_, all);
   for (const auto& piece : pieces_of(calls, staged ? piece_nbytes_ : kOnePiece, ranks.streams.size())) {
     StagedCopies staging(ops_, staged, all);
     const auto inputs = inputs_of(staging, piece, ranks.streams);
@@ -275,7 +268,7 @@ void PeerCollectives::reduce(const std::vector<ReduceCall>& calls, ReduceOp op, 
 
 void PeerCollectives::broadcast(const std::vector<BroadcastCall>& calls, Stream root, const Ranks& ranks) {
   const Streams all = with(ranks.streams, root);
-  const bool staged = !in_reach(all);
+  const bool staged = !in_reach(reach_, all);
   const auto rounds = staged ? all_from_root(root, ranks.streams) : broadcast_rounds(root, ranks.streams);
   for (const auto& piece : pieces_of(calls, staged ? piece_nbytes_ : kOnePiece, 1)) {
     StagedCopies staging(ops_, staged, all);
@@ -289,7 +282,7 @@ void PeerCollectives::broadcast(const std::vector<BroadcastCall>& calls, Stream 
 
 void PeerCollectives::all_gather(const Buffers& in, const Buffers& out, const Ranks& ranks) {
   const Streams& streams = ranks.streams;
-  const bool staged = !in_reach(streams);
+  const bool staged = !in_reach(reach_, streams);
   const int64_t step = piece_count(staged ? piece_nbytes_ : kOnePiece, in.size(), in[0].dtype);
   int64_t most = 0;
   for (const Buffer& part : in) most = std::max(most, part.count);
@@ -312,7 +305,7 @@ void PeerCollectives::reduce_scatter(const Buffers& in, const Buffers& out, Redu
   const Streams& streams = ranks.streams;
   const size_t chunks = out.size();
   const int64_t count = out[0].count;
-  const bool staged = !in_reach(streams);
+  const bool staged = !in_reach(reach_, streams);
   const int64_t step = piece_count(staged ? piece_nbytes_ : kOnePiece, in.size() * chunks, in[0].dtype);
   for (int64_t begin = 0; begin < count; begin += step) {
     const int64_t piece = std::min(step, count - begin);

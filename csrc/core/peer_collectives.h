@@ -23,8 +23,6 @@ class PeerCollectives final : public Collectives {
   void reduce_scatter(const Buffers& in, const Buffers& out, ReduceOp op, const Ranks& ranks) override;
 
  private:
-  bool in_reach(const Streams& streams) const;
-
   DeviceOps& ops_;
   Reach reach_;
   const int64_t piece_nbytes_;

@@ -13,13 +13,6 @@
 namespace mgpu {
 namespace {
 
-void require_reach(const Reach& reach, const Streams& streams) {
-  for (const Stream& one : streams)
-    for (const Stream& other : streams)
-      if (one.on_host() || (!one.same_device(other) && !reach(one.device, other.device)))
-        throw BackendUnavailable("push works between GPUs that reach each other's memory");
-}
-
 void require_own_streams(DeviceOps& ops, const Streams& streams) {
   if (distinct(streams).size() < streams.size())
     throw BackendUnavailable("push needs a stream for each rank: its ranks wait for each other");
@@ -31,8 +24,9 @@ void require_own_streams(DeviceOps& ops, const Streams& streams) {
 
 PushTeam::PushTeam(DeviceOps& ops, const Reach& reach, const Streams& streams, std::vector<void*> memory)
     : ops_(ops), memory_(std::move(memory)) {
-  require(memory_.size() == streams.size(), "memory must have one entry per rank");
-  require_reach(reach, streams);
+  require(!streams.empty() && memory_.size() == streams.size(), "memory must have one entry per rank, and some");
+  if (streams[0].on_host() || !in_reach(reach, streams))
+    throw BackendUnavailable("push works between GPUs that reach each other's memory");
   const size_t nbytes = streams.size() * sizeof(uint32_t);
   late_ = ops_.staging(static_cast<int64_t>(nbytes), streams);
   std::memset(late_.get(), 0, nbytes);
@@ -66,7 +60,7 @@ void PushTeam::all_reduce(const Buffers& in, const Buffers& out, ReduceOp op, co
 
 void PushTeam::launch(const Buffers& in, const Buffers& out, ReduceOp op, const Streams& streams,
                       std::chrono::nanoseconds limit) try {
-  const SumRanks sum = sum_of(in, out, op, op == ReduceOp::avg ? static_cast<int>(in.size()) : 1);
+  const SumRanks sum = sum_of(in, out, op, divisor_of(op, in.size()));
   PushSum call{sum.in, sum.out, memory_, 0, sum.count, sum.dtype, op, sum.divisor, ++sequence_, limit.count(), nullptr};
   for (call.rank = 0; call.rank < streams.size(); ++call.rank) {
     call.late = late() + call.rank;

@@ -44,21 +44,27 @@ class AllReduceAlgorithm:
         """Return the algorithm that ran.
 
         Raises:
-            BackendUnavailable: ``nccl`` or ``push`` where there is none, on the host, or while a graph is captured.
+            BackendUnavailable: ``nccl`` or ``push`` on the host, while a graph is captured, or where it cannot run.
         """
         if self.streams[0] != HOST:
             asked, algorithm = algorithm, self._on_gpus(algorithm)
             if algorithm == "nccl":
                 with_nccl(self._devices(), self._by_nccl)
                 return algorithm
-            if algorithm == "push" and self._has_pushed(asked):
-                return algorithm
-            algorithm = "direct" if algorithm == "push" else algorithm
+            if algorithm == "push":
+                try:
+                    self._push(limit_of_collectives())
+                    return algorithm
+                except BackendUnavailable:
+                    if asked != "auto":
+                        raise
+                    algorithm = "direct"  # a table that was kept is of GPUs that could
+        return _core.all_reduce(*self._call(), algorithm, self.streams, self.merge_shared_devices)
+
+    def _call(self) -> tuple[list[int], list[int], int, str, str]:
+        """Return the arguments with which all of the core's all-reduces begin."""
         pointers = list(self.pointers)
-        outs = list(self.outs) or pointers
-        return _core.all_reduce(
-            pointers, outs, self.count, self.dtype, self.op, algorithm, self.streams, self.merge_shared_devices
-        )
+        return pointers, list(self.outs) or pointers, self.count, self.dtype, self.op
 
     def _devices(self) -> list[int]:
         return [stream.device for stream in self.streams]
@@ -78,24 +84,10 @@ class AllReduceAlgorithm:
         return "direct" if chosen == "nccl" and (drops_nan or meets_itself) else chosen
 
     def _by_nccl(self, team: _core.NcclTeam) -> None:
-        pointers = list(self.pointers)
-        outs = list(self.outs) or pointers
-        team.all_reduce(pointers, outs, self.count, self.dtype, self.op, self.streams, self.merge_shared_devices)
-
-    def _has_pushed(self, asked: str) -> bool:
-        """Return whether push could run; it need not where `auto` took it from a table that was kept."""
-        try:
-            self._push(limit_of_collectives())
-        except BackendUnavailable:
-            if asked != "auto":
-                raise
-            return False
-        return True
+        team.all_reduce(*self._call(), self.streams, self.merge_shared_devices)
 
     def _push(self, limit_seconds: float) -> None:
-        pointers = list(self.pointers)
-        call = pointers, list(self.outs) or pointers, self.count, self.dtype, self.op, self.streams, limit_seconds
-        with_push(self.streams, lambda team: team.all_reduce(*call))
+        with_push(self.streams, lambda team: team.all_reduce(*self._call(), self.streams, limit_seconds))
 
     def _like_this(self, algorithm: str, nbytes: int) -> None:
         """All-reduce ones of so many bytes in the same way, and wait until that is done: a run that is timed.

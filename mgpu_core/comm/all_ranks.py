@@ -30,17 +30,17 @@ def all_reduce(
             in rank order, half precision in float32 rounded once.  ``ring`` adds chunk c in the order c, c + 1, ...,
             c - 1; ``tree`` as ((0 + 1) + (2 + 3)) + ...; both round at each hop.  ``push`` is for small tensors on GPUs
             that reach each other, one rank each: one launch a rank, which sends its values to all others and adds up
-            what came, with the bits of ``direct``.  ``nccl`` is NCCL's, between GPUs, in
-            an order of its own; its ``min`` and ``max`` may drop a NaN.  ``auto`` is ``direct`` on the CPU, and on GPUs
-            the fastest here for such a size (measured at first use for at most a second, and kept; see
-            ``mgpu doctor``), but never ``nccl`` for ``min`` and ``max``.  Plain torch (other devices, mixed teams)
-            has one algorithm, in rank order.
+            those that came, with the bits of ``direct``.  ``nccl`` is NCCL's, between GPUs, in an order of its own; its
+            ``min`` and ``max`` may drop a NaN.  ``auto`` is ``direct`` on the CPU, and on GPUs the fastest here for
+            such a size (measured at first use for at most a second, and kept; see ``mgpu doctor``), but never
+            ``nccl`` for ``min`` and ``max``.  Plain torch (other devices, mixed teams) has one algorithm, in rank
+            order.
         merge_shared_devices: for ``ring``, ``tree`` and ``nccl``, ranks that share a GPU are added there first, in
             rank order; without it each counts as a device of its own (not for ``nccl``).
 
     Raises:
         TypeError, ValueError: before anything is written.
-        BackendUnavailable: ``nccl`` or ``push`` on the CPU, while a graph is captured, or where there is none.
+        BackendUnavailable: ``nccl`` or ``push`` on the CPU, while a graph is captured, or where it cannot run.
         Error: an earlier ``push`` was given up, because a GPU did not come to it; its floating results are NaN, and its
             integers are not summed.  A later call makes a new team.
         NcclError: NCCL failed; a later call makes a new team of communicators.

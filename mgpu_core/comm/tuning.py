@@ -23,7 +23,7 @@ from mgpu_core.trace.tracer import mark
 __all__ = ["choose", "fixed_choice", "kept_table", "measure"]
 
 SIZES = (4 * 1024, 64 * 1024, 256 * 1024, 1024 * 1024, 16 * 1024 * 1024)  # bytes of each rank
-MOST_OF_PUSH = 256 * 1024  # what one launch of it takes
+MOST_OF_PUSH = _core.push_nbytes()  # beyond it there are several launches
 BUDGET_SECONDS = 1.0
 PRACTICE_SECONDS = 30.0  # then NCCL is given up: to make communicators, and for a collective that never ends
 _REPEATS = 3

@@ -53,6 +53,7 @@ def with_push(streams: list[_core.Stream], call: Callable[[_core.PushTeam], None
 
 def _new_team(streams: list[_core.Stream]) -> _Team:
     devices = [torch.device(streams_of_devices.GPU_TYPE, stream.device) for stream in streams]
+    # The core checks it too, but only when there is memory already.
     if not all(streams_of_devices.reach_each_other(one, other) for one, other in itertools.combinations(devices, 2)):
         raise BackendUnavailable("push works between GPUs that reach each other's memory")
     nbytes = _core.push_memory_nbytes(len(streams))

@@ -5,10 +5,8 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <limits>
 
 #include "core/error.h"
-#include "core/launch_order.h"
 #include "cuda_world.h"
 #include "ptx_faults.h"
 
@@ -18,7 +16,7 @@ using Bytes = std::vector<unsigned char>;
 
 constexpr DType kDTypes[] = {DType::f16, DType::bf16, DType::f32, DType::f64, DType::i32, DType::i64, DType::u8};
 constexpr ReduceOp kOps[] = {ReduceOp::sum, ReduceOp::avg, ReduceOp::prod, ReduceOp::min, ReduceOp::max};
-// Of the fake's clock, which moves by 1 ms whenever somebody looks for a flag in vain.
+// By the fake's clock, which moves by 1 ms each time a kernel finds a flag not set yet.
 constexpr std::chrono::seconds kLimit{500};
 constexpr std::chrono::milliseconds kShortLimit{100};
 const Reach kReach = [](int, int) { return true; };
@@ -171,7 +169,7 @@ static void on_whatever_streams(const std::vector<int>& devices, int calls) {
   no_faults();
 }
 
-// Several calls are on their way behind it.
+// The stream of rank 1 does not move, and three more calls are queued behind the first.
 static void one_that_never_comes(DType dtype, ReduceOp op) {
   Team of(3, {0, 1, 2});
   const Streams& streams = of.world.streams();
@@ -254,7 +252,6 @@ static void refusals() {
   CHECK(fakeCudaLaunches() == 0);
 }
 
-// One launch a rank, and of events one that is waited for and one that is recorded.
 static void one_launch_a_rank() {
   Team of(0, {0, 1, 2, 3});
   const Buffers memory = of.allocate(1000, DType::f32);

@@ -34,7 +34,7 @@ struct PushTable {
   int64_t limit_ns;
 };
 
-// What this block has written so far is there for those who read the flag.
+// Whoever reads the flag also sees all that this block has written before.
 __device__ __forceinline__ void set_flag(uint64_t* flag, uint64_t value) {
 #ifdef __CUDA_ARCH__
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
@@ -102,7 +102,7 @@ __device__ __forceinline__ void push_tile(const PushTable& table, int64_t tile) 
       [&](int64_t i) { push(i, load<1>(in + i)); });
 }
 
-// Writes what nobody can take for a sum.
+// Fills a tile of the output with NaN, because a wait was given up.
 template <class T>
 __device__ __forceinline__ void spoil_tile(const PushTable& table, int64_t tile) {
   T nan;
@@ -123,7 +123,7 @@ __device__ __forceinline__ void spoil_tile(const PushTable& table, int64_t tile)
   spoil(tail, tail + extent.tail);
 }
 
-// Calls work(tile, width) for the tiles of this block, which are cut into vectors of so many elements.
+// Calls work(tile, width) for each tile of this block; `width`, a type, is the number of elements in a vector.
 template <class T, class Work>
 __device__ __forceinline__ void for_tiles(const PushTable& table, Work&& work) {
   const int64_t tiles = tiles_of(table.extent);
@@ -138,7 +138,7 @@ __device__ __forceinline__ void for_tiles(const PushTable& table, Work&& work) {
 
 template <ReduceOp kOp, class T>
 __global__ void __launch_bounds__(kThreads, 1) push_sum_kernel(const __grid_constant__ PushTable table) {
-  // Who has given up sends nothing more: the one that is late may still read what was sent before.
+  // A rank that has given up sends nothing more: a late one may still have to read the values that it sent before.
   bool given_up = has_given_up(table);
   if (!given_up) {
     for_tiles<T>(table, [&](int64_t tile, auto width) { push_tile<T, width.value>(table, tile); });

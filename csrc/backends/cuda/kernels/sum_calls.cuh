@@ -1,4 +1,4 @@
-// What the launches of sums have in common.
+// For the launches of sums: where the arrays are aligned together, and the operation as a type.
 #pragma once
 
 #include <type_traits>

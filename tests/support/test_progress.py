@@ -62,7 +62,8 @@ def test_a_part_of_the_work():
 
 def test_a_live_line_on_a_terminal():
     code = "from mgpu_core.support.progress import Progress\n"
-    code += "with Progress('mgpu x') as report: report(0.25, 'row [1] of 4'); report.hide(); print('out', flush=True)"
+    code += "with Progress('mgpu x', lambda: 0.0) as report:\n"  # however long the process takes
+    code += "    report(0.25, 'row [1] of 4'); report.hide(); print('out', flush=True)"
     ours, theirs = pty.openpty()
     done = subprocess.run(
         [sys.executable, "-P", "-c", code], stdout=subprocess.PIPE, stderr=theirs, env={**os.environ, "TERM": "xterm"}

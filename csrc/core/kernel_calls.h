@@ -57,7 +57,8 @@ struct PushSum {
   int divisor;        // as of SumRanks
   uint64_t sequence;  // 1, 2, 3 ... of the calls with this memory
   int64_t limit_ns;   // of the wait; then floating outputs are NaN and integers are not summed, also of later calls
-  uint32_t* late;     // memory of the host: after the limit, one more than the rank that did not come
+  uint64_t* late;     // memory of the host: after the limit, one more than the rank that did not come; where the host
+                      // writes there, waits end at once
 };
 // Slots for the values of each rank: two, in turn, because a rank that is ahead may write its next values while another
 // still reads.  Values begin in a slot where they begin at their rank, modulo 16 bytes.  Then the flags of each rank,

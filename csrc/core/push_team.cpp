@@ -13,6 +13,8 @@
 namespace mgpu {
 namespace {
 
+constexpr uint64_t kInVain = UINT64_MAX;  // ends the waits of a launch that failed on some rank
+
 void require_own_streams(DeviceOps& ops, const Streams& streams) {
   if (distinct(streams).size() < streams.size())
     throw BackendUnavailable("push needs a stream for each rank: its ranks wait for each other");
@@ -27,16 +29,16 @@ PushTeam::PushTeam(DeviceOps& ops, const Reach& reach, const Streams& streams, s
   require(!streams.empty() && memory_.size() == streams.size(), "memory must have one entry per rank, and some");
   if (streams[0].on_host() || !in_reach(reach, streams))
     throw BackendUnavailable("push works between GPUs that reach each other's memory");
-  const size_t nbytes = streams.size() * sizeof(uint32_t);
+  const size_t nbytes = streams.size() * sizeof(uint64_t);
   late_ = ops_.staging(static_cast<int64_t>(nbytes), streams);
   std::memset(late_.get(), 0, nbytes);
 }
 
 void PushTeam::check() const {
   if (launch_failed_) throw Error("an earlier all-reduce by push could not be started on all of its GPUs");
-  const volatile uint32_t* late_ranks = late();
+  const volatile uint64_t* late_ranks = late();
   for (size_t rank = 0; rank < memory_.size(); ++rank)
-    if (const uint32_t seen = late_ranks[rank])
+    if (const uint64_t seen = late_ranks[rank])
       throw Error("rank " + std::to_string(rank) + " gave up an all-reduce by push: rank " + std::to_string(seen - 1) +
                   " did not come to it within the limit.  Its floating results are NaN");
 }
@@ -68,6 +70,7 @@ void PushTeam::launch(const Buffers& in, const Buffers& out, ReduceOp op, const 
   }
 } catch (const std::exception&) {
   launch_failed_ = true;
+  for (size_t rank = 0; rank < memory_.size(); ++rank) static_cast<volatile uint64_t*>(late())[rank] = kInVain;
   throw;
 }
 

@@ -32,13 +32,13 @@ class PushTeam {
  private:
   void launch(const Buffers& in, const Buffers& out, ReduceOp op, const Streams& streams,
               std::chrono::nanoseconds limit);
-  uint32_t* late() const { return static_cast<uint32_t*>(late_.get()); }
+  uint64_t* late() const { return static_cast<uint64_t*>(late_.get()); }
 
   DeviceOps& ops_;
   const std::vector<void*> memory_;
   std::shared_ptr<void> late_;              // a number of each rank, which its kernels write: see PushSum
   uint64_t sequence_ = 0;                   // of the last launch; changed in a turn on all devices
-  std::atomic<bool> launch_failed_{false};  // those that were started wait for the others in vain
+  std::atomic<bool> launch_failed_{false};  // those that were started are told to wait no longer
 };
 
 }  // namespace mgpu

@@ -1,7 +1,7 @@
 """One team of push per list of GPUs in a process, made at first use, with the memory in which its ranks meet.
 
-A team that failed is dropped, so that the next call makes a new one.  Its memory stays: a rank that comes late writes
-there.
+A team that failed is dropped, so that the next call makes a new one.  Its memory stays, as that of all teams: a rank
+that comes late writes there.
 """
 
 from __future__ import annotations
@@ -19,10 +19,8 @@ from mgpu_core.errors import BackendUnavailable, Error
 
 __all__ = ["with_push"]
 
-_Team = tuple[_core.PushTeam, list[torch.Tensor]]
-
-_teams: dict[tuple[int, ...], _Team] = {}
-_failed: list[_Team] = []
+_teams: dict[tuple[int, ...], _core.PushTeam] = {}
+_memory: list[torch.Tensor] = []  # of all teams, also of those that failed
 _lock = threading.Lock()
 
 
@@ -41,17 +39,22 @@ def with_push(streams: list[_core.Stream], call: Callable[[_core.PushTeam], None
         if team is None:
             team = _teams[devices] = _new_team(streams)
     try:
-        call(team[0])
-    except BackendUnavailable:
+        call(team)
+    except Error:
+        _drop_failed(devices, team)
         raise
+
+
+def _drop_failed(devices: tuple[int, ...], team: _core.PushTeam) -> None:
+    try:
+        team.check()
     except Error:
         with _lock:
             if _teams.get(devices) is team:  # another thread may have made the next one
-                _failed.append(_teams.pop(devices))
-        raise
+                del _teams[devices]
 
 
-def _new_team(streams: list[_core.Stream]) -> _Team:
+def _new_team(streams: list[_core.Stream]) -> _core.PushTeam:
     devices = [torch.device(streams_of_devices.GPU_TYPE, stream.device) for stream in streams]
     # The core checks it too, but only when there is memory already.
     if not all(streams_of_devices.reach_each_other(one, other) for one, other in itertools.combinations(devices, 2)):
@@ -60,4 +63,5 @@ def _new_team(streams: list[_core.Stream]) -> _Team:
     memory = [torch.zeros(nbytes, dtype=torch.uint8, device=device) for device in devices]
     for device in devices:
         torch.accelerator.current_stream(device).synchronize()  # others write there as soon as there is a team
-    return _core.PushTeam([tensor.data_ptr() for tensor in memory], streams), memory
+    _memory.extend(memory)
+    return _core.PushTeam([tensor.data_ptr() for tensor in memory], streams)

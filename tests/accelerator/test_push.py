@@ -1,5 +1,7 @@
 """All-reduces by push from Python, on the fake CUDA runtime; `tests/cpp/test_push.cpp` has the rest."""
 
+import ctypes
+
 import pytest
 import torch
 from torch import nn
@@ -66,21 +68,26 @@ def test_a_limit_that_is_none(monkeypatch):
 
 
 def test_a_team_that_failed_is_made_anew():
-    streams = core_streams(devices(0, 1))
-    teams = []
-
-    def fail(team):
-        teams.append(team)
-        raise Error("a rank did not come")
-
-    with pytest.raises(Error, match="did not come"):
-        with_push(streams, fail)
-    with_push(streams, teams.append)
-    with_push(streams, teams.append)
-    assert teams[0] is not teams[1]
-    assert teams[1] is teams[2]
     parts = inputs(devices(0, 1), 8, torch.float32)
+    invalid_value, after_one_rank = 1, 1
+    ctypes.CDLL(_core.__file__).fakeCudaFail(b"cudaLaunchKernel", invalid_value, after_one_rank)
+    spoilt = [part.clone() for part in parts]  # they live on: one rank's kernel has started
+    with pytest.raises(Error, match="push_sum_kernel"):
+        comm.all_reduce(spoilt, algorithm="push")
     assert torch.equal(reduced(parts, "push"), reduced(parts, "direct"))
+
+
+def test_a_team_lives_on_after_a_call_that_started_nothing():
+    streams, teams = core_streams(devices(0, 1)), []
+
+    def refuse(team):
+        teams.append(team)
+        raise Error("nothing was started")
+
+    with pytest.raises(Error, match="nothing was started"):
+        with_push(streams, refuse)
+    with_push(streams, teams.append)
+    assert teams[0] is teams[1]
 
 
 @pytest.mark.parametrize("workers", ["threads", "caller"])

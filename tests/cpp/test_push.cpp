@@ -216,12 +216,14 @@ static void a_launch_that_fails() {
   Team of(0, {0, 1});
   const Streams& streams = of.world.streams();
   const Buffers memory = of.allocate(4, DType::f32);
+  const uint64_t begin = fakeGlobalTimer();
   fakeCudaFail("cudaLaunchKernel", cudaErrorInvalidValue, 1);
   CHECK_THROWS(CudaError, "push_sum_kernel: invalid argument",
-               (of.team->all_reduce(memory, memory, ReduceOp::sum, streams, kShortLimit), 0));
+               (of.team->all_reduce(memory, memory, ReduceOp::sum, streams, kLimit), 0));
   CHECK_THROWS(Error, "could not be started on all",
-               (of.team->all_reduce(memory, memory, ReduceOp::sum, streams, kShortLimit), 0));
-  of.world.finish();  // the one that was started ends after its limit
+               (of.team->all_reduce(memory, memory, ReduceOp::sum, streams, kLimit), 0));
+  of.world.finish();
+  CHECK(fakeGlobalTimer() - begin < 1'000'000'000);  // the one that was started does not wait up to its limit
   CHECK_THROWS(Error, "could not be started on all", (of.team->check(), 0));
   Team next(0, {0, 1});
   std::mt19937_64 random(2);

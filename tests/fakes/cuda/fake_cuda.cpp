@@ -293,7 +293,9 @@ cudaError_t cudaHostAlloc(void** memory, size_t nbytes, unsigned) {
   if (on_host_alloc) on_host_alloc();
   pinned += static_cast<int64_t>(nbytes);
   peak_pinned = std::max(peak_pinned, pinned);
-  return allocate(memory, nbytes, cudaMemoryTypeHost);
+  const cudaError_t code = allocate(memory, nbytes, cudaMemoryTypeHost);
+  ptx::mark_written(*memory, nbytes);  // the host writes there, which nobody sees
+  return code;
 }
 cudaError_t cudaFreeHost(void* memory) {
   LOCKED();

@@ -23,7 +23,7 @@ struct PushTable {
   uint64_t* flags_at[kMostRanks];  // of this rank's blocks, at each other
   const uint64_t* flags;           // of all ranks' blocks, here
   uint32_t* given_up;
-  uint32_t* late;  // see PushSum
+  uint64_t* late;  // see PushSum
   void* out;
   int rank;
   int ranks;
@@ -63,15 +63,18 @@ __device__ __forceinline__ uint64_t now_ns() {
 #endif
 }
 
-// Waits for a block of another rank, with a limit.
+constexpr int64_t kPatienceNs = 1'000'000;  // a look at the host's memory takes as long as a small all-reduce
+
+// Waits for a block of another rank, up to the limit or until the host says that it is in vain.
 __device__ __forceinline__ void wait_for(const PushTable& table, int rank) {
   const uint64_t* flag = table.flags + rank * kPushBlocks + blockIdx.x;
   uint64_t begin = 0;
   while (read_flag(flag) < table.sequence) {
     const uint64_t now = now_ns();
     if (begin == 0) begin = now;
-    if (static_cast<int64_t>(now - begin) > table.limit_ns) {
-      if (atomicAdd(table.given_up, 1u) == 0) *table.late = static_cast<uint32_t>(rank) + 1;
+    const auto waited = static_cast<int64_t>(now - begin);
+    if (waited > table.limit_ns || (waited > kPatienceNs && read_flag(table.late) != 0)) {
+      if (atomicAdd(table.given_up, 1u) == 0) set_flag(table.late, static_cast<uint64_t>(rank) + 1);
       return;
     }
     __nanosleep(20);

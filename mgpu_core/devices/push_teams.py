@@ -1,6 +1,6 @@
 """One team of push per list of GPUs in a process, made at first use, with the memory in which its ranks meet.
 
-A team that failed is dropped, so that the next call makes a new one.  Its memory stays, as that of all teams: a rank
+A team that failed serves no more, so that the next call makes a new one.  But no team ends with its memory: a kernel
 that comes late writes there.
 """
 
@@ -20,7 +20,7 @@ from mgpu_core.errors import BackendUnavailable, Error
 __all__ = ["with_push"]
 
 _teams: dict[tuple[int, ...], _core.PushTeam] = {}
-_memory: list[torch.Tensor] = []  # of all teams, also of those that failed
+_kept: list[tuple[_core.PushTeam, list[torch.Tensor]]] = []  # all teams, also those that failed
 _lock = threading.Lock()
 
 
@@ -63,5 +63,6 @@ def _new_team(streams: list[_core.Stream]) -> _core.PushTeam:
     memory = [torch.zeros(nbytes, dtype=torch.uint8, device=device) for device in devices]
     for device in devices:
         torch.accelerator.current_stream(device).synchronize()  # others write there as soon as there is a team
-    _memory.extend(memory)
-    return _core.PushTeam([tensor.data_ptr() for tensor in memory], streams)
+    team = _core.PushTeam([tensor.data_ptr() for tensor in memory], streams)
+    _kept.append((team, memory))
+    return team

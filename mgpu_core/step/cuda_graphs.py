@@ -12,6 +12,9 @@ as ever, and overlap with the graphs; so is the update, of which the kernels of 
     device 0    [ forward ─ backward ─ bucket 1, event ── bucket 0, event ]       update
     device 1    [ forward ─ backward ──── bucket 1, event ─── bucket 0, event ]   update
     side                                          [ sum 1 ]          [ sum 0 ]
+
+Of a window of several calls, also on one device, there are graphs of the first call and of one that adds to the sums
+that its device has by then; the sums over devices follow the last call.
 """
 
 from __future__ import annotations
@@ -54,7 +57,6 @@ class CapturedSteps:
         graphs: the recorded graphs.
         recorder: records the work of one device.
         devices: of the ranks, each once.
-        is_whole: a graph holds the update, too.
     """
 
     def __init__(self, options: Options, reducer: Reducer, passes: ForwardBackward, update: Update) -> None:
@@ -64,7 +66,7 @@ class CapturedSteps:
         self._kept: list[list[Module]] = []  # of the ranks
         self._tables: tuple[list[dict[str, Any]], list[dict[str, Any]]] = [], []  # of their tensors
         self.devices = update.replicas.devices
-        self.is_whole = len(self.devices) == 1
+        self._share = len(self.devices) < len(update.replicas.team)  # ranks share a device
 
     def run(
         self, options: Options, inputs: tuple[Any, ...], kwargs: dict[str, Any], *, collects: bool, keep_outputs: bool
@@ -76,13 +78,17 @@ class CapturedSteps:
         Args:
             options: as they are now.
             inputs, kwargs: of the call.
-            collects: gradients are accumulated over several calls.
+            collects: the update follows a later call.
             keep_outputs: the outputs are returned.
         """
+        is_window = collects or self.window.calls > 0
+        is_whole = len(self.devices) == 1 and not is_window
         reasons = (
             self.passes.ranks.why_not_recorded(),
-            "gradients are accumulated over several calls" if collects else None,
-            self._update.why_not_recorded(options, is_whole=self.is_whole),
+            "gradients are accumulated over several calls, and ranks share a device"
+            if is_window and self._share
+            else None,
+            self._update.why_not_recorded(options, is_whole=is_whole),
             self.passes.split_plan.why_not_recorded(),
             "its outputs are returned" if keep_outputs else None,
         )
@@ -90,30 +96,41 @@ class CapturedSteps:
         if reason := next(filter(None, reasons), None):
             self.graphs.skip(reason)
         else:
-            replay = partial(self._replay, (inputs, kwargs), options.clip_norm if self.is_whole else None)
-            loss = self._update.replay(replay) if self.is_whole else self._finished(replay, options)
+            batch = inputs, kwargs
+            if is_whole:
+                loss = self._update.replay(partial(self._replay, batch, options.clip_norm, is_whole=True))
+            else:
+                loss = self._run_gradients(batch, options, collects=collects)
         if loss is None:
             self.graphs.tell()
         return loss
 
-    def _replay(self, batch: Any, clip_norm: float | None) -> Any:
-        return self.graphs.run(batch, self._fixed(clip_norm), partial(self._record, batch, clip_norm))
+    def _replay(self, batch: Any, clip_norm: float | None, *, is_whole: bool) -> Any:
+        record = partial(self._record, batch, clip_norm, is_whole=is_whole)
+        return self.graphs.run(batch, self._fixed(clip_norm, is_whole=is_whole), record)
 
-    def _finished(self, replay: Callable[[], Any], options: Options) -> torch.Tensor | None:
-        """Replay the gradients of a step, and make its update as ever."""
-        self._update.begin(options)
-        replayed = replay()
+    def _run_gradients(self, batch: Any, options: Options, *, collects: bool) -> torch.Tensor | None:
+        """Replay the gradients of a call; the sums over devices and the update, after the last one, are as ever."""
+        window = self._update.begin(options)
+        window.is_whole &= not collects
+        replayed = self._replay(batch, None, is_whole=False)
         if replayed is None:
             return None
-        losses, rows = replayed
-        loss = self.window.add(rows, losses, self.devices[0]).clone()  # of the caller
-        self._update.commit(options, losses)
+        losses, rows, add_devices = replayed
+        add_devices(collects=collects)
+        if collects:  # the window keeps the weights, and the next replay writes there
+            losses = [RankLoss(each.value, _copied(each.weight)) for each in losses]
+        loss = window.add(rows, losses, self.devices[0]).clone()  # of the caller
+        if not collects:
+            self._update.commit(options, losses)
         return loss
 
-    def _fixed(self, clip_norm: float | None) -> tuple[Hashable, ...]:
+    def _fixed(self, clip_norm: float | None, *, is_whole: bool) -> tuple[Hashable, ...]:
         """Return the settings that a recording fixes, besides the batch."""
-        replicas = self._update.replicas
-        of_update = (tuple(self._update.used), self._update.optimizer_step.memory) if self.is_whole else ()
+        replicas, window = self._update.replicas, self.window
+        of_update: tuple[Hashable, ...] = window.calls > 0, window.seeds_from
+        if is_whole:
+            of_update = tuple(self._update.used), self._update.optimizer_step.memory
         autocast = torch.is_autocast_enabled(GRAPH_DEVICE) and torch.get_autocast_dtype(GRAPH_DEVICE)
         modes = tuple(node.module.training for modules in self._modules for node in modules.tree.nodes)
         first, others = self.tensors()
@@ -122,18 +139,19 @@ class CapturedSteps:
         shares, scale = tuple(self.passes.split_plan.shares or ()), self._update.loss_scale.scale
         return modes, frozen, of_update, tensors, memory, shares, clip_norm, autocast, scale
 
-    def _record(self, batch: Any, clip_norm: float | None) -> Replay:
+    def _record(self, batch: Any, clip_norm: float | None, *, is_whole: bool) -> Replay:
         try:
             with self._buffers_kept():
-                return (_StepGraph if self.is_whole else _GradientGraphs)(self, batch, clip_norm).replay
+                return (_StepGraph if is_whole else _GradientGraphs)(self, batch, clip_norm).replay
         except BaseException:
             self.recorder.forget()
             self.reducer.cancel()
             self.passes.ranks.stop(time_limit())
-            self.reducer.abandon()
+            self.reducer.drop()
             raise
         finally:
-            self.begin()
+            if is_whole:  # its call is counted
+                self.begin()
 
     @contextmanager
     def _buffers_kept(self) -> Iterator[None]:
@@ -291,6 +309,9 @@ class _GradientGraphs(_Graphs):
         super().__init__(steps, batch, clip_norm)
         present = range(len(self._parts))
         self._ranks_of = [[rank for rank in ranks if rank in present] for ranks in steps.passes.ranks.replicas.ranks_of]
+        self._adds = steps.window.calls > 0
+        if self._adds:
+            steps.reducer.keep()
         self._events: dict[int, dict[int, GraphEvent]] = {}  # by bucket, as they become ready, and device
         self._every_event: list[GraphEvent] = []  # which the graphs record
         self._used: set[int] = set()
@@ -304,12 +325,13 @@ class _GradientGraphs(_Graphs):
             value, weight = numbers.pop(0), loss.weight
             losses[rank] = RankLoss(value, numbers.pop(0) if isinstance(weight, torch.Tensor) else weight)
         self._losses = [losses[rank] for rank in present]
-        steps.record_update()
+        if len(steps.devices) > 1:  # otherwise it is a part of other graphs
+            steps.record_update()
 
     def _work(self, index: int) -> list[torch.Tensor]:
         steps, ranks, present = self._steps, self._ranks_of[index], range(len(self._parts))
         steps.window.seed(self._parts, self._rows)
-        steps.reducer.begin_recording(index, len(present), self._mark)
+        steps.reducer.begin_recording(index, len(present), self._mark, goes_on=self._adds)
         parts = [self._part(rank) if rank in ranks else None for rank in present]
         losses = steps.compute(parts) if ranks else []
         self._used |= steps.reducer.end_recording(index)
@@ -326,15 +348,21 @@ class _GradientGraphs(_Graphs):
     def _wait(self, bucket: int, stream: torch.Stream) -> None:
         self._events[bucket][stream.device_index].wait(stream)
 
-    def replay(self, batch: Any) -> tuple[list[RankLoss], list[int]]:
-        """Make the gradients and begin their sums over the devices; return each rank's loss and rows."""
+    def replay(self, batch: Any) -> tuple[list[RankLoss], list[int], Callable[..., None]]:
+        """Make the gradients; return each rank's loss and rows, and what sums them over the devices."""
+        steps = self._steps
         self._fill(batch)
-        self._steps.window.seed(self._parts, self._rows)
+        steps.window.seed(self._parts, self._rows)
+        if self._adds:
+            steps.reducer.keep()
         with span("replay"):
             for graph, _ in self._graphs:
                 graph.replay()
-        self._steps.reducer.add_replayed([*self._events], self._used, self._wait)
-        return self._losses, self._rows
+        return self._losses, self._rows, partial(steps.reducer.add_replayed, [*self._events], self._used, self._wait)
+
+
+def _copied(weight: Any) -> Any:
+    return weight.clone() if isinstance(weight, torch.Tensor) else weight
 
 
 def _nest_of(part: RankPart) -> tuple[Any, ...]:

@@ -245,6 +245,8 @@ class Reducer(Gradients):
         self._held: set[int] = set()  # buckets that are summed after the backward
         self._most_ranks = 0  # of the calls of a window
         self._mark: Mark | None = None  # of a recording
+        self._adds = False  # of one: what it sums is added to the sums that are there
+        self._kept: set[int] | None = None  # parameters whose gradients, of the calls before, the devices' sums hold
         self._summed: set[int] = set()
         self._used: set[int] = set()  # parameters of which a rank had a gradient
         self._indices, self._device_indices = range(len(replicas.own)), range(len(replicas.devices))
@@ -278,8 +280,11 @@ class Reducer(Gradients):
 
     def begin(self, ranks: int, *, overlap: bool, goes_on: bool) -> None:
         super().begin(ranks, overlap=overlap, goes_on=goes_on)
-        if not goes_on:
+        kept, self._kept = self._kept, None
+        if not goes_on or kept is not None:
             self._summed, self._used, self._taken, self._added, self._most_ranks = set(), set(), {}, {}, 0
+        if goes_on and kept is not None:
+            self._give_back(kept)
         if self._has_streams:
             devices = self._replicas.team.devices
             self._side.starts(devices, caller_streams(devices))
@@ -299,7 +304,7 @@ class Reducer(Gradients):
 
     def cancel(self) -> None:
         """Make the hooks of a backward that failed, and may still run, do nothing."""
-        self._ready, self._mark = [], None
+        self._ready, self._mark, self._adds = [], None, False
         self._rest()
 
     def _rest(self) -> None:
@@ -312,7 +317,12 @@ class Reducer(Gradients):
         super().set_aside()
 
     def abandon(self) -> None:
-        """Drop all gradients after a failure, when no side stream reads them any more."""
+        """Drop all gradients after a failure."""
+        self._kept = None
+        self.drop()
+
+    def drop(self) -> None:
+        """Drop the gradients of a backward that failed, when no side stream reads them any more."""
         self._side.joins()
         self._taken, self._added = {}, {}
         self.buckets.drop()
@@ -425,16 +435,38 @@ class Reducer(Gradients):
         if columns or index not in added:
             self._add_ranks(bucket, index, columns, goes_on=index in added)
 
-    def begin_recording(self, index: int, ranks: int, mark: Mark) -> None:
+    def keep(self) -> None:
+        """Add the gradients of the calls before up in the sums of their devices, each of which has one rank."""
+        if self._kept is not None:
+            return
+        self.begin(len(self._replicas.team), overlap=False, goes_on=True)
+        for bucket in self.buckets.numbers:
+            for index, (rank,) in enumerate(self._replicas.ranks_of):
+                gradients = self._take(rank, bucket)
+                self._add_ranks(bucket, index, {} if gradients is None else {rank: gradients})
+        self._side.joins()
+        self._kept = self._used
+        self._rest()
+
+    def _give_back(self, kept: set[int]) -> None:
+        """Give the gradients of these parameters, which the sums of their devices hold, back to the ranks."""
+        for flat, (rank,) in zip(self.buckets.flats, self._replicas.ranks_of, strict=True):
+            for i in kept:
+                self._replicas.parameters[rank][i].grad = flat.gradient_views[i].clone()
+        self._most_ranks = len(self._replicas.team)
+
+    def begin_recording(self, index: int, ranks: int, mark: Mark, *, goes_on: bool) -> None:
         """Begin a backward of the ranks of one device, in a recording; the devices are added up after a replay of it.
 
         Args:
             index: of the device.
             ranks: of all devices.
             mark: called with a bucket and the stream on which the ranks of the device were added up.
+            goes_on: the gradients add to those of the calls before, see :meth:`keep`.
         """
+        kept = self._kept
         self.begin(ranks, overlap=True, goes_on=False)
-        device, self._mark = self._replicas.devices[index], mark
+        device, self._mark, self._adds, self._kept = self._replicas.devices[index], mark, goes_on, kept
         self._side.starts([device], caller_streams([device]))
 
     def end_recording(self, index: int) -> set[int]:
@@ -443,20 +475,26 @@ class Reducer(Gradients):
             self._begin_sum(bucket)
             self._add_the_rest(bucket, index, list(map(self._take, self._replicas.team.ranks, repeat(bucket))))
         self._side.joins()
-        self._mark = None
+        self._mark, self._adds = None, False
         self._rest()
         return self._used
 
-    def add_replayed(self, order: Sequence[int], used: set[int], wait: Mark) -> None:
+    def add_replayed(self, order: Sequence[int], used: set[int], wait: Mark, *, collects: bool) -> None:
         """Add up the devices, on their side streams, after graphs that add up the ranks of each were launched.
 
         Args:
             order: the buckets, as they become ready.
             used: parameters of which a rank had a gradient.
             wait: called with a bucket and the side stream of each device, makes it wait for the ranks of this device.
+            collects: the devices are added up after a call to come.
         """
+        kept = self._kept or set()
         self.begin(len(self._replicas.team), overlap=False, goes_on=False)
-        self._used |= used
+        self._used |= used | kept
+        if collects:
+            self._kept = self._used
+            self._rest()
+            return
         self._summed |= set(order)
         streams = list(map(self._side.summing, self._replicas.devices))
         with self._side.entered():
@@ -506,6 +544,9 @@ class Reducer(Gradients):
         return BackwardOrder(list(dict.fromkeys(self._ready)), sparse, wanted, updated)
 
     def forget_layout(self) -> None:
+        if self._kept is not None:
+            self._give_back(self._kept)
+            self._kept = None
         self.buckets, self._ready = GradBuckets(self._replicas, None, self.communication), []
         self.register_hooks()
         self._rest()
@@ -534,6 +575,7 @@ class Reducer(Gradients):
             columns: by rank its gradients of the bucket's parameters.
             goes_on: they are added to those of the device that are in this sum.
         """
+        goes_on = goes_on or self._adds
         if not self._has_streams and tracer.sink is None:
             self.buckets.add_ranks(bucket, index, columns, goes_on=goes_on)
             return

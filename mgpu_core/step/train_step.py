@@ -277,9 +277,8 @@ class TrainStep:
             options, passes, update, gradients = self._options, self._passes, self._update, self._gradients
             collects = self._keeps_accumulating or update.window.calls + 1 < options.accumulate
             if self._captured is not None and update.used:
-                several = collects or update.window.calls > 0
                 keeps = return_outputs or aux
-                replayed = self._captured.run(options, inputs, kwargs, collects=several, keep_outputs=keeps)
+                replayed = self._captured.run(options, inputs, kwargs, collects=collects, keep_outputs=keeps)
                 if replayed is not None:
                     return replayed, None, {}
             window = update.begin(options)

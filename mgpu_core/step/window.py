@@ -137,6 +137,11 @@ class Window:
         self._is_weighed = False
         self._call_weight: Any = 0.0  # of the last call
 
+    @property
+    def seeds_from(self) -> tuple[float, ...]:
+        """The numbers, besides rows, from which :meth:`seed` makes the factors of the next call."""
+        return self.is_whole, self._planned, self._seeded, self._elements
+
     def seed(self, parts: Sequence[RankPart], rows: Sequence[int]) -> None:
         """Set the factor of each part's loss before backward.
 

@@ -199,6 +199,62 @@ def test_a_loss_without_labels_on_a_device():
     assert steps[0].graphs.replays == 14 - 2 * WARM_UP - 1
 
 
+WINDOWS = {"one": ["fake:0"], "two": TWO, "four": FOUR}
+
+
+@pytest.mark.parametrize("devices", WINDOWS)
+@pytest.mark.parametrize("name", ["cnn", "gpt"])
+def test_calls_of_a_window_are_replays(name, devices):
+    """Also beside calls that are not: short ones, a flush, failures, outputs, a layout that changes; the same bits."""
+    steps = pair(name, WINDOWS[devices], adamw, bucket_nbytes=200, accumulate=3)
+    with warnings.catch_warnings(action="ignore"):
+        for i in range(54):
+            batch = batch_of(name, i, 8 if i % 19 else 3)
+            if i in (20, 21, 31, 40):  # in the middle of windows
+                for step in steps:
+                    if i == 20:
+                        step.flush()
+                    elif i == 21:
+                        next(step.module.parameters()).requires_grad_(False)
+                    elif i == 31:
+                        with pytest.raises((ValueError, RuntimeError), match="size"):
+                            step(batch[0][..., :1], batch[1])
+                    else:
+                        next(step.module.parameters()).requires_grad_(True)
+                continue
+            more = {"return_outputs": True} if i == 26 else {}
+            results = [step(*batch, **more) for step in steps]
+            assert torch.equal(*[each[0] if more else each for each in results])
+            assert_same(*steps)
+    assert steps[0].steps == steps[1].steps
+    assert steps[0].graphs.replays >= 20
+
+
+def test_a_window_of_other_parameters_in_each_call():
+    """Inside no_sync, too, with a rank that has no rows, and a call that cannot be recorded."""
+    torch.manual_seed(0)
+    nets = [Branches().double().to("fake:0")]
+    nets.append(copy.deepcopy(nets[0]))
+    steps = [TrainStep(net, mse, adamw(net.parameters()), TWO, capture=net is nets[0]) for net in nets]
+    recorder = without_gpu(steps[0])._captured.recorder
+    record = recorder.record
+    with warnings.catch_warnings(action="ignore"):
+        for i in range(30):
+            recorder.record = fails if i == 2 * WARM_UP + 1 else record
+            for step in steps:
+                with step.no_sync():
+                    step(numbers(i, 6, 4), 0, numbers(-i, 6, 2))
+                rows = 6 if i % 4 else 1
+                step(numbers(i, rows, 4), i % 3 % 2, numbers(-i, rows, 2))
+            assert_same(*steps)
+    assert steps[0].graphs.replays >= 30
+
+
+def fails(device, work):
+    work()
+    raise ValueError("no")
+
+
 def test_branches_in_turn_are_two_recordings():
     """Each knows its own parameters, whatever the step before has used."""
     torch.manual_seed(0)
@@ -270,6 +326,13 @@ def test_who_is_recorded_launched_and_waited_for():
     del log[:]
     step(*batch_of("mlp", 9, 8))
     assert log == [*launches, *sums, *updates]
+    step.accumulate = 3
+    for i in range(3 * WARM_UP):  # calls that add are recorded before the first ones are
+        step(*batch_of("mlp", i, 8))
+    del log[:]
+    for i in range(3):
+        step(*batch_of("mlp", i, 8))
+    assert log == [*recordings, *launches * 3, *sums, *updates]
 
 
 class LaunchesNothing(Recorder):

@@ -92,6 +92,8 @@ class Recorder:
         for modules in ranks.modules:
             for module in modules.kept:
                 yield from module.buffers()
+        for flat in self.step._gradients.buckets.flats:  # to which a call of a window adds
+            yield from flat.gradients
         optimizer_step = self.step._update.optimizer_step
         for device in optimizer_step.flat.devices if optimizer_step.is_flat else ():
             yield from (*device.segments, device.held_back, device.clip)

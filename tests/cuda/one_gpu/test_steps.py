@@ -1,10 +1,11 @@
 """TrainStep next to a bare loop: eager and captured, with ranks on the CPU, in half precision, in two threads."""
 
+import copy
 import threading
 
 import pytest
 import torch
-from fakes.here import OPTIMIZERS, in_threads, optimizer_of
+from fakes.here import OPTIMIZERS, alike, in_threads, optimizer_of
 from torch import nn
 from torch.nn import functional
 
@@ -25,6 +26,25 @@ def test_eager(here, ranks, workers, name):
 def test_captured(here, ranks, name):
     step = here.train_alike(here.team(ranks), name, capture=True, steps=16, each=here.poison, bucket_nbytes=1 << 16)
     assert step.graphs.replays >= 10, step.graphs.reason
+
+
+@gpu_only
+def test_captured_windows(here):
+    """The graph of a first call sets the sums of its device, that of later ones adds to them."""
+    nets = [here.net()]
+    nets.append(copy.deepcopy(nets[0]))
+    steps = [
+        mgpu_core.TrainStep(
+            net, functional.cross_entropy, optimizer_of("adamw", net.parameters()), here.team(1),
+            accumulate=3, capture=net is nets[0],
+        )
+        for net in nets
+    ]  # fmt: skip
+    for x, y in here.batches(24):
+        torch.testing.assert_close(*[step(x, y) for step in steps], rtol=0, atol=1e-9)
+        here.poison()
+    alike(nets[0], nets[1], 1e-8)
+    assert steps[0].graphs.replays >= 12, steps[0].graphs.reason
 
 
 @gpu_only

@@ -25,13 +25,14 @@ from mgpu_core.devices.transfer import used_here
 from mgpu_core.inference.answers import Answers, ApartError
 from mgpu_core.inference.engine import Engine
 from mgpu_core.inference.request_queue import RequestQueue
-from mgpu_core.inference.requests import Call, Joiner, Request
+from mgpu_core.inference.requests import Call, Joiner, Request, ServingModule
 from mgpu_core.inference.served_replicas import replicas_of
 from mgpu_core.inference.stats import Stats
 from mgpu_core.parallel.gather_outputs import gather
 from mgpu_core.pipeline.place import is_placed
 from mgpu_core.ranks.compiled import compiled_calls
 from mgpu_core.ranks.workers import EXIT_SECONDS
+from mgpu_core.support.warnings import warn_user
 from mgpu_core.trees.moves import is_spread
 from mgpu_core.trees.nested import tensors_in
 
@@ -97,6 +98,19 @@ class Predictor:
         flying = 1 if in_flight is None else in_flight
         counts = {"max_batch": max_batch, "max_pending": max_pending, "in_flight": flying}
         _check_options(net, method, counts, max_wait_ms, amp_dtype)
+        if method == "generate" and split is None and hasattr(net, "generation_config"):
+            warn_user(
+                "requests to generate are answered one at a time, as a text of a batch ends with its longest one; "
+                "Predictor(mgpu_core.integrations.transformers.Generation(net)) joins them"
+            )
+        encode = None
+        if isinstance(net, ServingModule):
+            if capture or method != "__call__" or any((bucket_by, collate, split)):
+                raise ValueError(
+                    f"{type(net).__name__} says itself how requests are joined: leave capture, method, bucket_by, "
+                    "collate and split out"
+                )
+            encode, bucket_by, collate, split = net.encode, net.bucket_by, net.collate, net.split
         for name, hook in (("bucket_by", bucket_by), ("collate", collate), ("split", split)):
             if hook is not None and not callable(hook):
                 raise TypeError(f"{name} must be a function, not {hook!r}")
@@ -108,7 +122,7 @@ class Predictor:
             raise ValueError("capture=True needs a module on one device: a CUDA graph runs on one")
         if capture and method != "__call__":
             raise ValueError("capture=True records calls of the module, and no other method")
-        self._joiner = Joiner(bucket_by, collate)
+        self._joiner = Joiner(bucket_by, collate, encode)
         is_forward = method in ("__call__", "forward")
         self._answers = Answers(type(net).__name__, split, compares=collate is None, is_forward=is_forward)
         calls = _compiled_calls(net, len(self.devices), whole=compile)
@@ -179,6 +193,7 @@ class Predictor:
         whole = self._request((inputs, kwargs))
         rows, ranks = whole.own_rows, len(self.devices)
         is_cut = rows >= self.max_batch and not self._answers.is_apart(whole)
+        is_cut &= not isinstance(self.net, ServingModule)
         count = min(rows, ranks * -(-rows // (ranks * self.max_batch))) if is_cut else 1
         parts = [whole] if count == 1 else [self._joiner.request(call) for call in whole.chunks(count)]
         answers = self._answers_of(parts)
@@ -303,7 +318,7 @@ def _devices_of(net: Module, device_ids: Sequence[DeviceLike] | None, in_flight:
     if is_spread(net):
         if device_ids is not None:
             raise ValueError("the module is on several devices already: leave device_ids out")
-        if in_flight not in (None, 1) and not is_placed(net):
+        if in_flight not in (None, 1) and not is_placed(net.model if isinstance(net, ServingModule) else net):
             raise ValueError("in_flight is for a module of place(): a Pipeline keeps its devices busy by itself")
         return [next(net.parameters()).device] * (in_flight or 1)
     if in_flight is not None:

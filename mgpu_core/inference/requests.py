@@ -9,6 +9,7 @@ from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
+from torch.nn import Module
 
 from mgpu_core.devices.streams import GPU_TYPE
 from mgpu_core.devices.transfer import copy_aside, hand_over
@@ -27,10 +28,36 @@ from mgpu_core.trees.nested import (
     tensors_in,
 )
 
-__all__ = ["Call", "Joiner", "Request", "copied_to_host", "form_of", "key_of"]
+__all__ = ["Call", "Joiner", "Request", "ServingModule", "copied_to_host", "form_of", "key_of"]
 
 Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 """The positional and the keyword arguments of a call."""
+
+
+class ServingModule(Module):
+    """A module that says how its requests are joined; a :class:`mgpu_core.Predictor` calls its methods.
+
+    Attributes:
+        model: the module that answers.
+    """
+
+    model: Any
+
+    def encode(self, call: Call, future: Future[Any]) -> Call:
+        """Return the call to queue in place of the user's, in the user's thread; the future gets the answer."""
+        raise NotImplementedError
+
+    def bucket_by(self, *args: Any, **kwargs: Any) -> Hashable:
+        """As the argument of the Predictor."""
+        raise NotImplementedError
+
+    def collate(self, calls: list[Call]) -> Call:
+        """As the argument of the Predictor."""
+        raise NotImplementedError
+
+    def split(self, outputs: Any, calls: list[Call]) -> Sequence[Any]:
+        """As the argument of the Predictor."""
+        raise NotImplementedError
 
 
 def form_of(tree: Tree) -> Hashable:
@@ -61,9 +88,9 @@ class Request:
         *("key", "leaves", "own_rows", "ready", "rows"),
     )
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, future: Future[Any] | None = None) -> None:
         self.call = call
-        self.future: Future[Any] = Future()
+        self.future: Future[Any] = future or Future()
         args, kwargs = call
         self._arguments: Arguments | None = None  # a tensor alone is no nest to walk
         if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor) and not is_undivided(args[0]):
@@ -137,10 +164,16 @@ class Joiner:
         bucket_by: a function of the arguments of a call; calls with unequal results are not joined.
         collate: a function of a list of calls, all of one bucket, that returns the joined call; ``None``: tensors and
             :class:`mgpu_core.Rows` are joined along dimension 0.
+        encode: a function of a call and the future of its answer that returns the call to answer; ``None``: the same.
     """
 
-    def __init__(self, bucket_by: Callable[..., Hashable] | None, collate: Callable[[list[Call]], Call] | None) -> None:
-        self._bucket_by, self._collate = bucket_by, collate
+    def __init__(
+        self,
+        bucket_by: Callable[..., Hashable] | None,
+        collate: Callable[[list[Call]], Call] | None,
+        encode: Callable[[Call, Future[Any]], Call] | None = None,
+    ) -> None:
+        self._bucket_by, self._collate, self._encode = bucket_by, collate, encode
 
     def request(self, call: Call) -> Request:
         """Return a request with its key.
@@ -148,7 +181,10 @@ class Joiner:
         Raises:
             ValueError: no rows, or arguments that disagree on their number.
         """
-        request = Request(call)
+        future: Future[Any] = Future()
+        if self._encode is not None:
+            call = self._encode(call, future)
+        request = Request(call, future)
         bucket = self._bucket_by(*call[0], **call[1]) if self._bucket_by else None
         leaf_key = key_of if self._collate is None else _loose_key_of
         request.key = (bucket, request.structure, *map(leaf_key, request.leaves))

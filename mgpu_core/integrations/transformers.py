@@ -17,11 +17,12 @@ from torch.nn import Module
 from mgpu_core.data_parallel import DataParallel
 from mgpu_core.devices.devices import DeviceLike, as_devices, local_devices
 from mgpu_core.devices.transfer import to_device
+from mgpu_core.integrations.generation import Generation
 from mgpu_core.parallel.first_calls.labels import count_labels, loss_function_of, shifts_labels
 from mgpu_core.support.extras import require
 from mgpu_core.trees.nested import tensors_in
 
-__all__ = ["MultiGPUMixin", "MultiGPUTrainer", "WeightedLoss"]
+__all__ = ["Generation", "MultiGPUMixin", "MultiGPUTrainer", "WeightedLoss"]
 
 _Trainer: Any = require("transformers", "MultiGPUTrainer").Trainer
 

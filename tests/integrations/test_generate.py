@@ -72,6 +72,7 @@ def test_a_predictor_generates_by_the_keywords_of_each_request(parts):
     served = served if parts == 1 else place(served, ["cpu"] * parts)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "requests to generate are answered one at a time")
         with Predictor(served, ["cpu"] * 2 if parts == 1 else None, method="generate", max_wait_ms=50) as predict:
             futures = [
                 predict.submit(each, max_new_tokens=n, **options) for each, n in zip(requests, lengths, strict=True)

@@ -213,8 +213,8 @@ class CapturedSteps:
         warm_up(sums)
         return GradientNorm(sums)
 
-    def update(self, norm: GradientNorm, clip_norm: float | None) -> None:
-        """Launch the update, after the sums of the only call; the host does not wait.
+    def update(self, norm: GradientNorm, clip_norm: float | None) -> float | torch.Tensor | None:
+        """Launch the update, after the sums of the only call; the host does not wait.  Return its factor, unclipped.
 
         Args:
             norm: of :meth:`norm`.
@@ -224,9 +224,8 @@ class CapturedSteps:
         if self._update.loss_scale.is_on:
             flat.hold_back(overflow_of(self.reducer.sums.on(0)))
         factor = self.window.factor(self.window.weight)
-        if clip_norm is not None:
-            factor = factor_of(factor, norm.compute(), clip_norm)
-        flat.run(factor)
+        flat.run(factor if clip_norm is None else factor_of(factor, norm.compute(), clip_norm))
+        return factor
 
     def record_update(self) -> None:
         """Let the update of each device be one launch, where the optimizer is one of ours."""
@@ -281,7 +280,9 @@ class _StepGraph(_Graphs):
     def __init__(self, steps: CapturedSteps, batch: Any, clip_norm: float | None) -> None:
         super().__init__(steps, batch, clip_norm)
         self._norm = steps.norm()
-        self._graph, (self._loss,) = steps.recorder.record(steps.devices[0], self._work)
+        self._factor: float | torch.Tensor | None = None
+        self._graph, (self._loss, *factors) = steps.recorder.record(steps.devices[0], self._work)
+        self._factor = next(iter(factors), self._factor)
         steps.check_used()
 
     def _work(self) -> list[torch.Tensor]:
@@ -292,14 +293,14 @@ class _StepGraph(_Graphs):
         losses = steps.compute(list(map(self._part, ranks)))
         steps.reducer.sum_the_rest()
         loss = steps.window.add(self._rows, losses, steps.devices[0])
-        steps.update(self._norm, self._clip_norm)
-        return [loss]
+        self._factor = steps.update(self._norm, self._clip_norm)
+        return [loss, self._factor] if isinstance(self._factor, torch.Tensor) else [loss]
 
-    def replay(self, batch: Any) -> torch.Tensor:
-        """Make the step; return its loss."""
+    def replay(self, batch: Any) -> tuple[torch.Tensor, float | torch.Tensor | None]:
+        """Make the step; return its loss, and the factor of its update before clipping."""
         self._fill(batch)
         self._graph.replay()
-        return self._loss.clone()
+        return self._loss.clone(), self._factor
 
 
 class _GradientGraphs(_Graphs):

@@ -227,6 +227,26 @@ class TrainStep:
         return self._update.steps
 
     @property
+    def updated(self) -> bool:
+        """Tell whether the last call, or :meth:`flush`, made an update.
+
+        Not in the middle of an ``accumulate`` window, where a float16 gradient overflowed, and after an error.
+        """
+        return self._update.is_made
+
+    @property
+    def grad_norm(self) -> torch.Tensor | None:
+        """The Euclidean norm of the last update's gradient, before clipping: a scalar on the first device.
+
+        ``None`` before the first update, and after an error or an update that was skipped.  The host waits where it reads the number.  It is computed
+        when it is read, and after the first time with each update.
+
+        Raises:
+            RuntimeError: it was never read before, and the gradients are gone, by ``zero_grad`` or a later call.
+        """
+        return self._update.grad_norm()
+
+    @property
     def shares(self) -> Sequence[float] | str | None:
         """The shares as given; a new value counts from the next call on.  Raise ValueError if no step can have it."""
         return self._split_plan.asked
@@ -272,6 +292,7 @@ class TrainStep:
         """Make a step; all of it happens, or nothing."""
         if self._standing.refusal is not None:
             self._standing.check()
+        self._update.is_made = False
         try:
             self._follow_module(updates=True)
             options, passes, update, gradients = self._options, self._passes, self._update, self._gradients

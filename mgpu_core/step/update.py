@@ -12,12 +12,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from itertools import compress
-from operator import attrgetter
+from operator import attrgetter, is_not
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from mgpu_core.devices.memory import note_written
+from mgpu_core.devices.transfer import to_device
 from mgpu_core.step.grad_buckets import Communication
 from mgpu_core.step.grad_clip import are_finite, clip, factor_of, multiply, refuse
 from mgpu_core.step.grad_scaler import LossScale
@@ -54,6 +56,7 @@ class Update:
         replicas: the ranks' parameters.
         window: the calls since the last update.
         used: per parameter whether the last update used it.
+        is_made: the last call made one.
         broken: why this process cannot go on with the others; ``None``: it can.
     """
 
@@ -73,6 +76,9 @@ class Update:
         self.steps = steps
         self.window = Window("mean", 1)
         self.used: list[bool] = []
+        self.is_made = False
+        self._norm_parts: tuple[torch.Tensor | None, float | torch.Tensor | None] | None = None  # of the last update
+        self._keeps_norm = False  # somebody has asked for it
         self.broken: str | None = None
 
     def follow(self, *, updates: bool = False) -> bool:
@@ -131,6 +137,7 @@ class Update:
         """Drop the gradients of the calls since the last update, and put running statistics back."""
         self._gradients.abandon()
         self._buffers.restore()
+        self._norm_parts = None
         self.close()
 
     def commit(self, options: Options, losses: Sequence[RankLoss] = ()) -> None:
@@ -176,7 +183,8 @@ class Update:
         if factor is not None and not is_flat:
             multiply(gradients.sums, factor)
             factor = None
-        if error_if_nonfinite or clip_norm is not None:
+        norm = None
+        if error_if_nonfinite or clip_norm is not None or self._keeps_norm:
             norm = self._norm(options)
             if error_if_nonfinite and not math.isfinite(float(norm)):
                 i = gradients.not_finite()
@@ -185,9 +193,11 @@ class Update:
                     by_rank = losses if options.loss_on == "ranks" else ()
                     values = [loss.value if loss.weight is None or bool(loss.weight) else None for loss in by_rank]
                     refuse(self.replicas.names[i], values, self.replicas.team.devices, count)
-            if clip_norm is not None and is_flat:
+        self._norm_parts = norm, factor
+        if norm is not None and clip_norm is not None:
+            if is_flat:
                 factor = factor_of(factor, norm, clip_norm)
-            elif clip_norm is not None:
+            else:
                 clip(gradients.sums, norm, clip_norm)
         return 1.0 if factor is None else factor
 
@@ -198,9 +208,31 @@ class Update:
         with tracer.span("check of gradients"):
             return self._gradients.norm()
 
+    def grad_norm(self) -> torch.Tensor | None:
+        """Return the norm of the last update's gradient before clipping, a scalar; ``None``: none is known.
+
+        Raises:
+            RuntimeError: nobody has asked before, and the gradients are gone.
+        """
+        self._keeps_norm = True
+        if self._norm_parts is None:
+            return None
+        norm, factor = self._norm_parts
+        if norm is None:
+            now = map(_grad_of, self.replicas.own) if self._gradients.buckets is None else ()
+            if self.window.calls or any(map(is_not, now, self.optimizer_step.left_over.spent)):
+                raise RuntimeError(
+                    "the gradients of the last update are gone: read grad_norm before zero_grad() and the next call. "
+                    "Once it was read, later updates keep theirs"
+                )
+            norm = self._gradients.norm()
+        factor = to_device(factor, norm.device) if isinstance(factor, torch.Tensor) else factor
+        return (norm * (1.0 if factor is None else factor)).to(norm.dtype)
+
     def _skip(self) -> None:
         """Drop the window: the loss scale was too large."""
         self.loss_scale.overflowed()
+        self._norm_parts = None
         self._gradients.clear()
         self._buffers.drop()
         self.close()
@@ -219,7 +251,7 @@ class Update:
         optimizer_step.pre_hooks[LeftOverStep.KEY] = optimizer_step.left_over
         if optimizer_step.has_copies:
             optimizer_step.remember_values()
-        self.used = used
+        self.used, self.is_made = used, True
         self.steps += 1
         self.window.calls = 0
         if self.loss_scale.is_on:
@@ -247,16 +279,17 @@ class Update:
         )
         return next((reason for holds, reason in reasons if holds), None)
 
-    def replay(self, run: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
+    def replay(self, run: Callable[[], Any]) -> torch.Tensor | None:
         """Replay an update of the same parameters as the last one.
 
         With a loss scale it waits for the first device, which knows whether the gradients were finite.
 
         Args:
-            run: replays the work on the devices, and returns the loss; ``None``: there is no recording.
+            run: replays the work on the devices, and returns the loss and the factor before clipping, of sums on the
+                first device; ``None``: there is no recording.
 
         Returns:
-            The result of ``run``.
+            The loss.
 
         Raises:
             FloatingPointError: gradients are not finite, and the loss scale is not the reason.
@@ -267,14 +300,16 @@ class Update:
             flat.scale_by(1.0)  # where the recording does not write a factor itself
             if self.loss_scale.is_on:  # it may end between forward and update
                 self._buffers.take()
-            loss = run()
-            if loss is None:
+            replayed = run()
+            if replayed is None:
                 return None
+            loss: torch.Tensor = replayed[0]
             flat.replayed()
             if self.loss_scale.is_on and flat.was_held_back():
                 self._skip()
             else:
                 self._gradients.show(self.used)
                 note_written(list(compress(self.replicas.own, self.used)))
+                self._norm_parts = self._gradients.norm() if self._keeps_norm else None, replayed[1]
                 self._count(self.used)
         return loss

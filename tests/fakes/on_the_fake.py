@@ -64,6 +64,7 @@ LISTS = {
         "tensor_parallel",
         "step/test_grad_scaler.py",
         "step/test_any_order.py",
+        "step/test_around_a_step.py",
         "step/test_exchanged.py",
         "step/test_losses.py",
         "step/test_param_hooks.py",

@@ -238,8 +238,8 @@ class TrainStep:
     def grad_norm(self) -> torch.Tensor | None:
         """The Euclidean norm of the last update's gradient, before clipping: a scalar on the first device.
 
-        ``None`` before the first update, and after an error or an update that was skipped.  The host waits where it reads the number.  It is computed
-        when it is read, and after the first time with each update.
+        ``None`` before the first update, and after an error or an update that was skipped.  The host waits where it
+        reads the number.  It is computed when it is read, and after the first time with each update.
 
         Raises:
             RuntimeError: it was never read before, and the gradients are gone, by ``zero_grad`` or a later call.

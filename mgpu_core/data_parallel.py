@@ -34,7 +34,7 @@ from mgpu_core.ranks.worker_choice import check_workers, workers_for
 from mgpu_core.support.null_context import NULL_CONTEXT
 from mgpu_core.trace import tracer
 from mgpu_core.trace.tracer import span, when_tracing
-from mgpu_core.trees.module_tree import ModuleTree, check_initialised, tensors_of
+from mgpu_core.trees.module_tree import ModuleTree, check_initialised, missing_attribute, tensors_of
 from mgpu_core.trees.nested import unwrapped
 from mgpu_core.trees.views import REWIRED, loosen
 
@@ -105,6 +105,14 @@ class DataParallel(torch.nn.DataParallel[M]):
         self.src_device_obj = as_device(self.device_ids[0])
         if len(self.device_ids) == 1:
             module_to(self.module, self.src_device_obj)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            method = '.module.{name}(...), or .call("{name}", ...), which cuts its rows over the devices'
+            raise missing_attribute(self, name, module, method, ".module.{name}") from None
 
     @outside_the_compiler
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:

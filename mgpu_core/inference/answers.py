@@ -224,7 +224,9 @@ def _undivided(outputs: Any, rows: int, path: str, texts: Set[int]) -> str | Non
         return None if len(outputs) == rows else f"{path} has {len(outputs)} Rows, not {rows}"
     container = opened(outputs) if _is_only_a_container(outputs) else None
     if container is None:
-        return f"{path} is a {type(outputs).__name__}, whose rows are not known"
+        name = type(outputs).__name__
+        cure = " (a model of transformers leaves it out by use_cache=False)" if name.endswith("Cache") else ""
+        return f"{path} is a {name}, whose rows are not known{cure}"
     names, values, _ = container
     pairs = zip(names, values, strict=True)
     return next(

@@ -33,7 +33,7 @@ from mgpu_core.inference.stats import DeviceStats, Stats
 from mgpu_core.ranks.context import CallerContext
 from mgpu_core.ranks.workers import Crew
 from mgpu_core.support.null_context import NULL_CONTEXT
-from mgpu_core.support.warnings import warn_user
+from mgpu_core.support.warnings import from_here, warn_user
 from mgpu_core.trace.events import INFERENCE, Served
 from mgpu_core.trace.tracer import emit, in_step, span, when_tracing
 from mgpu_core.trees.nested import cloned, map_leaves, tensors_in
@@ -89,7 +89,8 @@ class Engine:
         self._serving = len(devices)
         crew = Crew("mgpu predictor", len(devices))
         crew.share(torch.get_num_threads(), max(1, cpu_ranks))
-        self._wait = crew.serve([context.bind(partial(self._work, rank), rank) for rank in range(len(devices))])
+        with from_here():
+            self._wait = crew.serve([context.bind(partial(self._work, rank), rank) for rank in range(len(devices))])
 
     def _work(self, rank: int) -> None:
         try:

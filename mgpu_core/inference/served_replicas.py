@@ -17,6 +17,7 @@ from mgpu_core.parallel.first_calls.lost import LostAttributes
 from mgpu_core.parallel.first_calls.shared import SharedObjects
 from mgpu_core.support.null_context import NULL_CONTEXT
 from mgpu_core.support.warnings import warn_user
+from mgpu_core.tensor_parallel.module import TensorParallel
 from mgpu_core.trees.comparison import any_in_half
 from mgpu_core.trees.layer_holders import still_reached
 from mgpu_core.trees.module_copy import copy_module, give_attributes, set_compiled
@@ -136,8 +137,13 @@ def replicas_of(
         captured: record CUDA graphs.
 
     Raises:
-        TypeError: an attribute that cannot be copied.
+        TypeError: an attribute that cannot be copied; a TensorParallel.
     """
+    if isinstance(net, TensorParallel):
+        raise TypeError(
+            "a Predictor has a copy of the net on each device, or one of place(), and a TensorParallel is neither: "
+            "call it from any thread, tp(x) or tp.call(...)"
+        )
     copies: list[Module] = []
     with torch.inference_mode(False), torch.no_grad():  # versions of buffers are counted outside inference mode alone
         for rank, device in enumerate(devices[:1] if is_spread(net) else devices):

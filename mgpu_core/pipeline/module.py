@@ -25,7 +25,7 @@ from mgpu_core.ranks.modes import check_modes
 from mgpu_core.ranks.random import check_rng
 from mgpu_core.support.null_context import NULL_CONTEXT
 from mgpu_core.trace.tracer import span
-from mgpu_core.trees.module_tree import ModuleTree
+from mgpu_core.trees.module_tree import ModuleTree, missing_attribute
 from mgpu_core.trees.moves import refuse_moves
 
 __all__ = ["Pipeline"]
@@ -114,6 +114,13 @@ class Pipeline(Module):
         for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[table] = getattr(net, table)
         self.training = net.training
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module, way = self.__dict__.get("module"), ".module.{name}"
+            raise missing_attribute(self, name, module, f"{way}(...)", way) from None
 
     @property
     def split_points(self) -> list[str]:

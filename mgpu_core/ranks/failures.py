@@ -19,15 +19,19 @@ class RankExited(Error):
 
 
 _OF_COPIES = (
-    "Cannot assign non-leaf Tensor to parameter",
-    "can't optimize a non-leaf Tensor",
-    "post accumulate grad hooks cannot be registered on non-leaf",
-)
-_CURE_OF_COPIES = (
     "the parameters of a replica are copies in the graph of this forward, not leaves: delete a parameter before "
     "another tensor takes its name, and make optimizers and hooks for the module outside of its forward; or use "
     "TrainStep, whose ranks have parameters that are leaves"
 )
+_CURES = {
+    "Cannot assign non-leaf Tensor to parameter": _OF_COPIES,
+    "can't optimize a non-leaf Tensor": _OF_COPIES,
+    "post accumulate grad hooks cannot be registered on non-leaf": _OF_COPIES,
+    "Expected more than 1 value per channel when training, got input size": (
+        "this rank has one row, of which batch norm has no variance: give each rank two rows or more, or let the ranks "
+        "share statistics: mgpu_core.convert_sync_batchnorm(net)"
+    ),
+}  # by a part of the message
 
 
 def raise_failures(failures: list[BaseException | None], names: Sequence[str]) -> None:
@@ -64,8 +68,8 @@ def _raise_first(errors: dict[int, BaseException], names: Sequence[str]) -> None
                 del original
     rank, original = next(iter(errors.items()))
     error = _with_origin(names[rank], original)
-    if any(text in str(original) for text in _OF_COPIES):
-        error.add_note(_CURE_OF_COPIES)
+    for cure in dict.fromkeys(cure for text, cure in _CURES.items() if text in str(original)):
+        error.add_note(cure)
     for other in list(errors)[1:]:
         error.add_note(f"also in {names[other]}: {_described(errors[other])}")
     errors.clear()

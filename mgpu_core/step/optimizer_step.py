@@ -27,19 +27,43 @@ __all__ = ["LeftOverStep", "OptimizerStep", "why_not_in_shards"]
 
 _version_of = attrgetter("_version")
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_WATCHED = 3  # updates
 
 
 class LeftOverStep:
-    """Warn of a step by the gradients of a TrainStep's last update; a hook of the optimizer from that to the next.
+    """Warn of lines of an old loop that come too late; a hook of the optimizer from an update to the next.
+
+    They are a step by the gradients of the last update, and, looked for after the first ones, changes of these.
 
     Attributes:
         spent: these gradients, until those of the next update are made.
+        watched: updates after which changes are still looked for.
     """
 
     KEY = -1  # among the optimizer's hooks, to which torch gives numbers from 0
 
     def __init__(self) -> None:
         self.spent: list[torch.Tensor | None] = []
+        self.watched = _WATCHED
+        self._versions: list[int] = []
+
+    def note(self) -> None:
+        """Note the gradients of an update that was made."""
+        self._versions = [each._version for each in self.spent if each is not None]
+
+    def check(self) -> None:
+        """Warn if somebody has changed them since."""
+        if not self._versions:
+            return
+        gradients = [each for each in self.spent if each is not None]
+        pairs, self._versions, self.watched = zip(gradients, self._versions, strict=True), [], self.watched - 1
+        changed = [gradient for gradient, version in pairs if gradient._version != version]
+        if any(bool(each.any()) for each in changed):  # zero_grad(set_to_none=False) does no harm
+            self.watched = 0
+            warn_user(
+                "gradients were changed after a TrainStep's call, which has made the update by then: clip by its "
+                "argument clip_norm, and remove clip_grad_norm_"
+            )
 
     def __call__(self, optimizer: Optimizer, *_: Any) -> None:
         """Look at the gradients that the optimizer steps by."""

@@ -125,7 +125,10 @@ class Update:
         """Prepare for the gradients of a call; the first one opens a window, with the options as they are now."""
         if not self.window.calls:
             self.open_window(options.reduction, options.accumulate)
-            del self.optimizer_step.left_over.spent[:]
+            left_over = self.optimizer_step.left_over
+            if left_over.watched:
+                left_over.check()
+            del left_over.spent[:]
             self._buffers.take()
         return self.window
 
@@ -248,6 +251,8 @@ class Update:
         """Count an update of these parameters, and close the window."""
         optimizer_step = self.optimizer_step
         optimizer_step.left_over.spent[:] = map(_grad_of, self.replicas.own)
+        if optimizer_step.left_over.watched:
+            optimizer_step.left_over.note()
         optimizer_step.pre_hooks[LeftOverStep.KEY] = optimizer_step.left_over
         if optimizer_step.has_copies:
             optimizer_step.remember_values()

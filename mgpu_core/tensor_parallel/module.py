@@ -32,7 +32,7 @@ from mgpu_core.tensor_parallel.proof import Proof, arguments
 from mgpu_core.trace import tracer
 from mgpu_core.trace.events import ALL_RANKS
 from mgpu_core.trees.module_copy import copy_module, leaf_like
-from mgpu_core.trees.module_tree import check_initialised
+from mgpu_core.trees.module_tree import check_initialised, missing_attribute
 from mgpu_core.trees.moves import is_spread, refuse_moves
 from mgpu_core.trees.nested import RankParts, Replicate, Rows, flatten, map_leaves, tensors_in, unwrapped
 from mgpu_core.trees.views import attributes_of
@@ -152,6 +152,13 @@ class TensorParallel(Module):
         if files is not None:
             self._load(files)
         self.__dict__["_source"] = _emptied(net)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            way = '.uncut().{name}(...) of a whole copy, or .call("{name}", ...), which runs it with the parts'
+            raise missing_attribute(self, name, self.__dict__.get("_source"), way, ".uncut().{name}") from None
 
     to = to_empty = cpu = cuda = ipu = mtia = xpu = refuse_moves
 

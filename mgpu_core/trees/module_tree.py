@@ -24,6 +24,7 @@ __all__ = [
     "ModuleNode",
     "ModuleTree",
     "check_initialised",
+    "missing_attribute",
     "modules_of",
     "tensors_of",
     "wrapped_of",
@@ -296,3 +297,20 @@ def _check_script(children: list[Any]) -> None:
     for child, _, _ in children:
         if not isinstance(child, torch.jit.ScriptModule):
             raise RuntimeError("Cannot replicate network where python modules are children of ScriptModule")
+
+
+def missing_attribute(wrapper: object, name: str, module: object, method: str, value: str) -> AttributeError:
+    """Return the error.
+
+    Args:
+        wrapper: lacks the attribute.
+        name: of the attribute.
+        module: that is wrapped.
+        method, value: the ways to a method and to another attribute, with ``{name}``.
+    """
+    kind = type(wrapper).__name__
+    text = f"{kind!r} object has no attribute {name!r}"
+    if not name.startswith("_") and hasattr(module, name):
+        way = method if callable(getattr(module, name)) else value
+        text += f", which is its module's: {way.format(name=name)}"
+    return AttributeError(text, name=name, obj=wrapper)

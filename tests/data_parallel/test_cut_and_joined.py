@@ -97,6 +97,11 @@ def test_another_dimension_that_all_have_is_named():
     assert "Replicate" not in text
 
 
+def test_a_list_of_unequal_rows_is_one_of_rows():
+    text = message([numbers(rows, 8) for rows in (1, 2, 3)])
+    assert ". A list with one entry per row goes into mgpu_core.Rows(...); or All have 8 entries" in text
+
+
 def test_two_readings_of_one_batch_are_both_named():
     text = message(numbers(8, 12), numbers(16, 12, 8))
     assert "All have 12 entries along dimension 1: if those are the rows, pass dim=1" in text

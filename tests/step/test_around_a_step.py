@@ -1,6 +1,7 @@
 """``grad_norm`` and ``updated``: next to a plain loop, with windows, skipped updates, failures and replays."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -153,3 +154,21 @@ def test_parameters_in_shards_have_the_norm(ranks):
         for step in steps:
             step(x, y)
         torch.testing.assert_close(steps[0].grad_norm, steps[1].grad_norm, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("home", [optim, torch.optim], ids=["ours", "torch's"])
+def test_gradients_that_are_changed_after_the_update(ranks, home):
+    """Clipping there comes too late, and is told once; dropping them, in place too, does no harm."""
+    net = net_of()
+    step = TrainStep(net, mse, home.SGD(net.parameters(), lr=0.1), cpu(ranks))
+    calls = batches(4)
+    with warnings.catch_warnings(record=True, action="always") as told:
+        for i, (x, y) in enumerate(calls):
+            step(x, y)
+            if i == 0:
+                step.optimizer.zero_grad(set_to_none=False)
+            else:
+                clip_grad_norm_(net.parameters(), 1e-3)
+    texts = [each for each in told if "clip by its argument clip_norm" in str(each.message)]
+    assert len(texts) == 1
+    assert texts[0].filename == __file__

@@ -43,7 +43,18 @@ def a_captured_step():
     a_step(capture=True)
 
 
-@pytest.mark.parametrize("call", [a_drop_in, scalars, an_old_device, a_step, a_captured_step])
+class Distributions(Linear):
+    def forward(self, x):
+        return torch.distributions.Normal(super().forward(x), 1.0)
+
+
+def a_predictor():
+    with mgpu_core.Predictor(Distributions(), cpu(1), max_batch=2, max_wait_ms=2000) as predict:
+        for future in [predict.submit(torch.ones(1, 3)) for _ in range(2)]:
+            future.result()
+
+
+@pytest.mark.parametrize("call", [a_drop_in, scalars, an_old_device, a_step, a_captured_step, a_predictor])
 def test_it_is_the_users_line(call):
     with warnings.catch_warnings(record=True, action="always") as told:
         call()

@@ -57,12 +57,11 @@ def disagreement(leaves: Sequence[Any], path: Callable[[int], str], pair: tuple[
     """
     described = ", ".join(f"{path(position)} has {_size_of(leaves[position])}" for position in pair)
     few, many = sorted(pair, key=lambda position: rows_of(leaves[position], dim))
-    advice = "; or ".join(_ways(leaves, path, few, many, dim))
-    if not advice:
-        advice = "What every rank should get whole goes into mgpu_core.Replicate(...)"
-        alike = {re.sub(r"\[\d+\]", "[]", path(position)) for position in pair}
-        if len(alike) == 1 and alike != {"inputs[]"}:  # of one list, not two arguments
-            advice += "; a list with one entry per row into mgpu_core.Rows(...)"
+    ways = list(_ways(leaves, path, few, many, dim))
+    alike = {re.sub(r"\[\d+\]", "[]", path(position)) for position in pair}
+    if len(alike) == 1 and alike != {"inputs[]"}:  # of one list, not two arguments
+        ways.insert(0, "A list with one entry per row goes into mgpu_core.Rows(...)")
+    advice = "; or ".join(ways) or "What every rank should get whole goes into mgpu_core.Replicate(...)"
     return f"the inputs differ in their number of rows along dimension {dim}: {described}. {advice}"
 
 

@@ -102,6 +102,17 @@ def test_fewer_rows_than_ranks(ranks):
     assert torch.allclose(DataParallel(net, cpu(ranks))(x), alone(x))
 
 
+@pytest.mark.parametrize("how", ["drop-in", "step"])
+def test_a_rank_with_one_row_names_the_cure(how, ranks):
+    net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).to(cpu(1)[0])
+    x, y = torch.ones(ranks, 4), torch.ones(ranks, 3)
+    step = TrainStep(net, mse, SGD(net.parameters(), lr=0.1), cpu(ranks))
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel") as told:
+        step(x, y) if how == "step" else DataParallel(net, cpu(ranks))(x)
+    cured = [note for note in getattr(told.value, "__notes__", []) if "convert_sync_batchnorm(net)" in note]
+    assert len(cured) == (ranks > 1)
+
+
 @pytest.mark.parametrize("layer", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm])
 def test_converting_keeps_the_tensors(layer):
     net = nn.Sequential(nn.Linear(2, 3), layer(3, eps=0.1, momentum=0.3), nn.ReLU())

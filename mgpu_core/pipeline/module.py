@@ -18,6 +18,7 @@ from mgpu_core.parallel.scatter_inputs import scatter_objects
 from mgpu_core.pipeline.deferred import DeferredStatistics
 from mgpu_core.pipeline.pipeline_run import LastStage, PipelineRun, workers_of
 from mgpu_core.pipeline.place import placed
+from mgpu_core.pipeline.placement import PlacedPart
 from mgpu_core.pipeline.schedules import FORWARD, check_schedule, plan
 from mgpu_core.ranks.compiled import outside_the_compiler
 from mgpu_core.ranks.draws import Draws
@@ -126,6 +127,11 @@ class Pipeline(Module):
     def split_points(self) -> list[str]:
         """The names of the modules at which the stages after the first begin."""
         return self._placement.starts
+
+    @property
+    def parts(self) -> list[PlacedPart]:
+        """The parts of the module: of each its device, the names of its layers, and its bytes."""
+        return list(self._placement.parts)
 
     to = to_empty = cpu = cuda = ipu = mtia = xpu = refuse_moves
 

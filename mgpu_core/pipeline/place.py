@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from itertools import chain
 from os import PathLike
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch.nn import Module
 from mgpu_core.devices.devices import DeviceLike, as_devices
 from mgpu_core.pipeline.balance import cut_layers, measured_layers
 from mgpu_core.pipeline.before import Before
-from mgpu_core.pipeline.placement import MOVES, Called, Placement, Split
+from mgpu_core.pipeline.placement import MOVES, Called, PlacedPart, Placement, Split
 from mgpu_core.pipeline.visits import Visit, visit_of
 from mgpu_core.trees.filled import FilledContents
 from mgpu_core.trees.module_tree import tensors_of
@@ -24,7 +26,7 @@ from mgpu_core.trees.nested import tensors_in
 from mgpu_core.trees.views import OwnForward
 from mgpu_core.trees.weights import weights_of
 
-__all__ = ["PlacedCall", "PlacedForward", "is_placed", "place", "placed"]
+__all__ = ["DeviceMap", "PlacedCall", "PlacedForward", "is_placed", "place", "placed"]
 
 _CACHE_SHAPE = "_get_static_cache_init_shape"
 
@@ -53,7 +55,8 @@ def place(
     first of them; the others compute with differentiable copies, and share one where gradients are off.  Parameters of
     a module around layers are on the device of the first of these.  Layers that are replaced, wrapped or tied later
     belong to the part of their name.
-    ``to``, ``cuda`` and ``cpu`` raise RuntimeError afterwards.
+    ``to``, ``cuda`` and ``cpu`` raise RuntimeError afterwards.  ``print(net)`` begins with the parts; a model of
+    transformers on accelerators has them in ``hf_device_map``, too, so that a Trainer leaves it where it is.
 
     Args:
         net: the module.
@@ -90,7 +93,44 @@ def place(
     if hasattr(net, _CACHE_SHAPE):
         net.__dict__[_CACHE_SHAPE] = _no_shape
     net.__dict__.update(dict.fromkeys(MOVES, refuse_moves))
+    net.__dict__["extra_repr"] = partial(_text_of, net.extra_repr(), placement.parts)
+    # A Trainer asks for it; transformers takes parts on the CPU for weights of a disk, and puts hooks on encoders.
+    config: Any = getattr(net, "config", None)
+    has_no_encoder = not getattr(config, "is_encoder_decoder", True)
+    if has_no_encoder and all(device.type != "cpu" for device in devices):
+        net.__dict__["hf_device_map"] = DeviceMap(placement.parts)
     return net
+
+
+def _text_of(text: str, parts: Sequence[PlacedPart]) -> str:
+    """Return the lines with which ``print(net)`` begins."""
+    return "\n".join([*filter(None, [text]), *map(str, parts)])
+
+
+class DeviceMap(Mapping[str, Any]):
+    """The devices of a module's layers by name, as transformers has them: a number for CUDA, otherwise a text.
+
+    Args:
+        parts: of the module, as they are.
+    """
+
+    def __init__(self, parts: Sequence[PlacedPart]) -> None:
+        self._parts = parts
+
+    def __getitem__(self, name: str) -> int | str:
+        device = next((part.device for part in self._parts if name in part.layers), None)
+        if device is None:
+            raise KeyError(name)
+        return device.index if device.type == "cuda" else str(device)
+
+    def __iter__(self) -> Iterator[str]:
+        return chain.from_iterable(part.layers for part in self._parts)
+
+    def __len__(self) -> int:
+        return sum(len(part.layers) for part in self._parts)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
 
 
 def _no_shape() -> None:

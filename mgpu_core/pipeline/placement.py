@@ -26,13 +26,14 @@ from mgpu_core.pipeline.layers import (
 from mgpu_core.pipeline.parameter_copies import ParameterCopies
 from mgpu_core.pipeline.visits import Border, Visit, remove_borders
 from mgpu_core.ranks.waiting import Waiting
+from mgpu_core.support.tables import human_nbytes
 from mgpu_core.support.warnings import warn_user
 from mgpu_core.trees.module_tree import check_initialised, modules_of, named_parameters_of, tensors_of
 from mgpu_core.trees.moves import give_memory, is_spread
 from mgpu_core.trees.nested import tensors_in
 from mgpu_core.trees.views import ModuleView, is_note
 
-__all__ = ["MOVES", "Called", "Placement", "Split"]
+__all__ = ["MOVES", "Called", "PlacedPart", "Placement", "Split"]
 
 MOVES = ("to", "to_empty", "cpu", "cuda", "ipu", "mtia", "xpu", torch._C._get_privateuse1_backend_name())
 """The methods of a module that would bring it to one device; the last is of a plug-in for torch."""
@@ -95,6 +96,24 @@ class _Layout(NamedTuple):
     named: dict[str, int]
 
 
+class PlacedPart(NamedTuple):
+    """The part of a module that is on one device.
+
+    Attributes:
+        device: where it is.
+        layers: the names of its layers, in the order of their calls as far as it is known.
+        nbytes: of the parameters and buffers that are at home there.
+    """
+
+    device: torch.device
+    layers: tuple[str, ...]
+    nbytes: int
+
+    def __str__(self) -> str:
+        ends = dict.fromkeys((*self.layers[:1], *self.layers[-1:]))
+        return f"{self.device}: {' to '.join(ends) or 'no layers'}, {human_nbytes(self.nbytes)}"
+
+
 class Placement:
     """The layers of a module and their stages, and the home of each tensor: the first stage that uses it.
 
@@ -118,6 +137,7 @@ class Placement:
         is_active: False for a copy until it is used: a copy of a Pipeline's module alone runs as a plain module.
         searches: the numbers of autograd's nodes do not tell their stages, because other threads have made some.
         of_last_call: tensors with a graph that layers keep of the call before, by id, with the names of attributes.
+        parts: of the module, one per device; the same list as long as the placement lives.
         is_deep: layers take tensors of other stages out of objects such as caches; operations in layers pass the mode.
 
     Raises:
@@ -140,8 +160,7 @@ class Placement:
             raise ValueError("the module's parts are on several devices already: make it anew for another placement")
         check_initialised([*root.parameters(), *root.buffers()])
         self.devices: Sequence[torch.device] = list(devices)
-        self._split, self._memory = split, memory
-        self._shares = checked_shares(shares, len(devices))
+        self._cut = split, checked_shares(shares, len(devices)), memory
         names = list(called) or (root._modules if type(root).forward is Sequential.forward else [])
         self._called = Called(dict.fromkeys(names, (0,)), {})
         self.is_known = bool(names)
@@ -149,6 +168,7 @@ class Placement:
         self.recomputes, self.is_deep, self.searches = recomputes, False, False
         self.known: set[Hashable] = set()
         self._has_warned = False
+        self.parts: list[PlacedPart] = []
         self._of_this_object()
         self._layout = self._found(root)
         self.apply(root)
@@ -253,11 +273,11 @@ class Placement:
 
     def _found(self, root: Module) -> _Layout:
         """Find the layers, their stages and the homes of all tensors; nothing is moved."""
-        devices, split = self.devices, self._split
+        devices, (split, shares, memory) = self.devices, self._cut
         names = _checked_names(root, split, len(devices))
         largest = largest_block(root, len(devices)) if split is None else inf
         layers = in_order(layers_of(root, names, largest), self._called.stages)
-        starts = cut_by_bytes(layers, self._shares, self._memory) if split is None else split
+        starts = cut_by_bytes(layers, shares, memory) if split is None else split
         parts = starts if isinstance(starts, Mapping) else {name: part for part, name in enumerate(starts, 1)}
         placed = list(_parts_of(layers, parts))
         if self.is_known and not isinstance(starts, Mapping):
@@ -295,6 +315,13 @@ class Placement:
             is_last = len(self._called.stages.get(name, ())) == 1 and after > part
             Border(self, name, layer, part, after if is_last else None, is_wrapped=is_wrapped)
         self._contents, self.is_active = _contents_of(root), True
+        self.parts[:] = self._parts_of(root)
+
+    def _parts_of(self, root: Module) -> Iterator[PlacedPart]:
+        tensors = {id(tensor): tensor for _, tensor in _named_tensors(root)}.values()
+        for stage, device in enumerate(self.devices):
+            layers = tuple([name for name, _, part in self._layout.layers if part == stage])
+            yield PlacedPart(device, layers, sum(each.nbytes for each in tensors if self.stage_of(each) == stage))
 
     def view(self, root: Module) -> ModuleView:
         """Return a view of the module for one micro-batch."""

@@ -412,18 +412,10 @@ class Border:
         self._without_foreign = [  # the indices of modules
             index for index, module in enumerate(modules) if foreign.isdisjoint(map(id, parameters_of(module)))
         ]
-        self._forward = LayerForward(layer, self) if is_wrapped or self.has_foreign else None
-        self._handles = [
-            layer.register_forward_pre_hook(self.enter, with_kwargs=True, prepend=True),
-            layer.register_forward_hook(self.leave, with_kwargs=True, always_call=True),
-        ]
-
-    def remove(self) -> None:
-        """Take the hooks off."""
-        for handle in self._handles:
-            handle.remove()
-        if self._forward is not None:
-            self._forward.remove()
+        if is_wrapped or self.has_foreign:
+            LayerForward(layer, self)
+        layer.register_forward_pre_hook(self.enter, with_kwargs=True, prepend=True)
+        self._leaves = layer.register_forward_hook(self.leave, with_kwargs=True, always_call=True).id
 
     def without_foreign(self, layer: Module) -> set[int]:
         """Return the ids of the layer's modules, or of a view's, of which no parameter is at home in another stage."""
@@ -457,18 +449,31 @@ class Border:
         if visit is None:
             return output
         visit.end_layer(self)
-        is_last = next(reversed(layer._forward_hooks)) == self._handles[1].id  # other hooks are of this turn, too
+        is_last = next(reversed(layer._forward_hooks)) == self._leaves  # other hooks are of this turn, too
         if self.next_stage is None or not is_last or output is None:  # None after a failure
             return output
         return visit.passed_on(self, output, (args, kwargs))
 
 
 def remove_borders(root: Module) -> None:
-    """Take the hooks off all layers of a module, also those of an earlier placement."""
+    """Take the hooks off all layers of a module, also those of an earlier placement.
+
+    By the tables of this module: a copy has hooks whose handles belong to the module that it was copied from.
+    """
     for module in root.modules():
-        for hook in list(module._forward_pre_hooks.values()):
-            if isinstance(border := getattr(hook, "__self__", None), Border):
-                border.remove()
+        hooks = module._forward_pre_hooks, module._forward_hooks
+        of_borders = [
+            number
+            for table in hooks
+            for number, hook in table.items()
+            if isinstance(getattr(hook, "__self__", None), Border)
+        ]
+        kinds = module._forward_pre_hooks_with_kwargs, module._forward_hooks_with_kwargs
+        for table in (*hooks, *kinds, module._forward_hooks_always_called):
+            for number in of_borders:
+                table.pop(number, None)
+        if isinstance(forward := vars(module).get("forward"), LayerForward):
+            forward.remove()
 
 
 class LayerForward(OwnForward):

@@ -18,6 +18,7 @@ ADVISE_USAGE = "mgpu advise [options] script.py [options] [--] [arguments of the
 def advise(parser: argparse.ArgumentParser) -> None:
     """Add the options of `mgpu advise`, and the words from the script on, which are parsed later."""
     parser.usage = ADVISE_USAGE
+    _ranks(parser)
     advise_options(parser)
     parser.add_argument("words", nargs=argparse.REMAINDER, metavar="script.py", help="defines a net, a loss, a batch")
 
@@ -38,6 +39,11 @@ def advise_options(parser: argparse.ArgumentParser) -> None:
     add("--callers", type=int, metavar="N", help="threads that ask for one row each, with --inference (default: 16)")
     add("--json", type=Path, metavar="FILE", help="write all numbers")
     add("--plot", type=Path, metavar="FILE.png", help="draw speed-up by batch (needs matplotlib)")
+
+
+def _ranks(parser: argparse.ArgumentParser) -> None:
+    """Add the one `--ranks`, which stands before a script: behind it, it is the script's."""
+    parser.add_argument("--ranks", type=int, metavar="N", help="run on N CPU ranks; accelerators are hidden")
 
 
 def doctor(parser: argparse.ArgumentParser) -> None:
@@ -70,10 +76,12 @@ def lesson(parser: argparse.ArgumentParser) -> None:
     words.add_parser("list", help="the lessons")
     _lesson(words, "show", "print the text of a lesson")
     running = _lesson(words, "run", "run the code of a lesson and draw its picture")
+    _ranks(running)
     running.add_argument("--picture", type=Path, metavar="FILE.png", help="where to (default: lesson_NN.png, here)")
     _lesson(words, "start", "write the exercises of a lesson to lesson_NN.py, here")
     _lesson(words, "solution", "print the solution of a lesson's exercises")
     checking = _lesson(words, "check", "check the answers to a lesson's exercises")
+    _ranks(checking)
     checking.add_argument("file", nargs="?", type=Path, metavar="FILE", help="default: lesson_NN.py, here")
     text = "that one exercise may take (default: %(default)g)"
     checking.add_argument("--limit", type=_seconds, default=30.0, metavar="SECONDS", help=text)
@@ -104,7 +112,7 @@ def mnist(parser: argparse.ArgumentParser) -> None:
     text = "step (TrainStep), drop-in (DataParallel) or plain (default: %(default)s)"
     add("--engine", default="step", metavar="NAME", help=text)
     add("--device-ids", type=_device_ids, metavar="LIST", help="a device per rank: 0,1 or cpu,cpu (default: all GPUs)")
-    add("--ranks", type=int, metavar="N", help="the first N GPUs; without any, N ranks on the CPU (default there: 2)")
+    _ranks(parser)
     add("--batch", type=int, default=64, metavar="N", help="rows per step (default: %(default)s)")
     add("--accumulate", type=int, default=1, metavar="K", help="batches per update (default: %(default)s)")
     text = "bfloat16 or float16: forward in this dtype, by the step engine (default: full precision)"
@@ -129,7 +137,7 @@ def _device_ids(text: str) -> tuple[int | str, ...]:
 def run(parser: argparse.ArgumentParser) -> None:
     """Add the options of `mgpu run`."""
     add = parser.add_argument
-    add("--ranks", type=int, metavar="N", help="run on N CPU ranks; accelerators are hidden")
+    _ranks(parser)
     text = "auto: wrap the first optimizer's net, if the script does not"
     add("--wrap", choices=("none", "auto"), default="none", help=text)
     add("--dim", type=int, default=0, metavar="N", help="the dimension of the rows, for --wrap auto (default: 0)")

@@ -12,7 +12,7 @@ from mgpu_core.tools.mnist.train import train
 def test_an_epoch_on_the_accelerator(engine):
     ranks = 1 if engine == "plain" else 2
     with torch.device("cpu"):  # weights are drawn there, as outside of these tests
-        run = train(Config(engine=engine, ranks=ranks, epochs=1))
+        run = train(Config(engine=engine, device_ids=tuple(range(ranks)), epochs=1))
         on_cpu = train(Config(engine=engine, device_ids=("cpu",) * ranks, epochs=1))
     assert run.devices == [torch.device("fake", rank) for rank in range(ranks)]
     assert run.step_losses == pytest.approx(on_cpu.step_losses, abs=1e-4)

@@ -2,8 +2,8 @@
 
 With `--inference` it runs the whole script, watches which net it calls for inference, and measures Predictors of it.
 
-Options may stand before and after the script; after it, unknown options are the script's, and so is everything after
-`--`. So argparse gets two turns: the words before the script, then those after it.
+Options may stand before and after the script; after it, `--ranks` and unknown options are the script's, and so is
+everything after `--`. So argparse gets two turns: the words before the script, then those after it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from mgpu_core.tools.advise.plan import CPU_RANKS, AdvicePlan, plan_of
 from mgpu_core.tools.advise.script import Chosen, Found, ScriptFailed, check_names, found_in, run_script, run_to_end
 from mgpu_core.tools.advise.watching import watching
 from mgpu_core.tools.options import ADVISE_USAGE, advise_options
-from mgpu_core.tools.user_script import as_script, top_level_names
+from mgpu_core.tools.run.names import on_cpu_ranks
+from mgpu_core.tools.user_script import as_script, note_order, top_level_names
 
 __all__ = ["run"]
 
@@ -45,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     if args.plot is not None:
         check_picture(args.plot)
         require("matplotlib", "a picture")
-    devices, batches = _devices(args.devices), _batches(args.batches)
+    devices, batches = _devices(args), _batches(args.batches)
     if args.inference:
         return _run_inference(script, arguments, devices, batches, args)
     if args.callers is not None:
@@ -57,10 +58,11 @@ def run(args: argparse.Namespace) -> int:
         check_names(defined, chosen, script)  # before minutes of a script have passed
     with as_script(script, arguments):
         try:
-            names = run_script(script)
+            with on_cpu_ranks(args.ranks, hide=True):
+                training = found_in(run_script(script), chosen, script)
         except ScriptFailed as failure:
             return int(failure.args[0])
-        plan = _plan(found_in(names, chosen, script), devices, batches, args)
+        plan = _plan(training, devices, batches, args)
         with Progress("mgpu advise") as progress:
             advice = advised(plan, stopwatch(plan.distinct_devices), progress)
     _show(script, advice, args, here)
@@ -93,11 +95,11 @@ def _run_inference(
     callers = 16 if args.callers is None else args.callers
     if callers < 1 or not args.seconds > 0:
         raise ValueError(f"--callers and --seconds must be above 0, not {callers} and {args.seconds:g}")
-    ranks = as_devices(default_devices() or [CPU] * CPU_RANKS if devices is None else devices)
     here = Path.cwd()
     with as_script(script, arguments):
         try:
-            with watching() as watch:
+            with on_cpu_ranks(args.ranks, hide=True), watching() as watch:
+                ranks = as_devices(default_devices() or [CPU] * CPU_RANKS if devices is None else devices)
                 run_to_end(script)
         except ScriptFailed as failure:
             return int(failure.args[0])
@@ -130,13 +132,16 @@ def _split(args: argparse.Namespace) -> tuple[Path, list[str], argparse.Namespac
     script, rest = Path(words[0]), words[1:]
     end = rest.index("--") if "--" in rest else len(rest)
     args, others = parser.parse_known_args(rest[:end], args)
+    note_order("mgpu advise", ["--ranks"], others)
     return script, [*others, *rest[end + 1 :]], args
 
 
-def _devices(text: str | None) -> list[DeviceLike] | None:
-    if text is None:
-        return None
-    return [int(each) if each.isdecimal() else each for each in _parts(text)]
+def _devices(args: argparse.Namespace) -> list[DeviceLike] | None:
+    if args.ranks is not None and args.devices is not None:
+        raise ValueError("--ranks and --devices both say which devices there are: leave one out")
+    if args.devices is None:
+        return None if args.ranks is None else [CPU] * args.ranks
+    return [int(each) if each.isdecimal() else each for each in _parts(args.devices)]
 
 
 def _batches(text: str | None) -> list[int] | None:

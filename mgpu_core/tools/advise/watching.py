@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch.nn import Module
 from torch.nn.modules import module as torch_module
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from mgpu_core.data_parallel import DataParallel
+from mgpu_core.devices.devices import DeviceLike
 from mgpu_core.inference.predictor import Predictor
 from mgpu_core.inference.requests import Call
 from mgpu_core.tools.advise.script import dim_of, without_wrappers
@@ -40,6 +42,11 @@ class Watched:
         return dim_of(self.net)
 
     @property
+    def devices(self) -> list[DeviceLike] | None:
+        """The device of each rank that its calls ran on; ``None`` without a wrapper over several devices."""
+        return list(getattr(self.net, "device_ids", None) or []) or None
+
+    @property
     def bare_net(self) -> Module:
         """The net without the wrappers that use several devices."""
         net: Module = without_wrappers(self.net)
@@ -52,11 +59,24 @@ class Watch:
 
     training: bool = False
     _seen: dict[int, Watched] = field(default_factory=dict)
+    _optimizers: dict[int, Optimizer] = field(default_factory=dict)
     _outermost: tuple[int, int] | None = None  # thread and module of the call that is being made
 
     def best(self) -> Watched | None:
         """Return the net that was called most often; of equals the first."""
         return max(self._seen.values(), key=lambda watched: watched.count, default=None)
+
+    def optimizer_of(self, net: Module) -> Optimizer | None:
+        """Return the first optimizer that has made a step and holds parameters of the net."""
+        wanted = {id(parameter) for parameter in net.parameters()}
+        for optimizer in self._optimizers.values():
+            if any(id(parameter) in wanted for group in optimizer.param_groups for parameter in group["params"]):
+                return optimizer
+        return None
+
+    def note_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """Keep an optimizer that makes a step."""
+        self._optimizers[id(optimizer)] = optimizer
 
     def note(self, net: Module, call: Call) -> None:
         """Count one call."""
@@ -110,6 +130,7 @@ def watching(*, training: bool = False) -> Iterator[Watch]:
     hooks = [
         torch_module.register_module_forward_pre_hook(watch.begin),
         torch_module.register_module_forward_hook(watch.end, with_kwargs=True, always_call=True),
+        register_optimizer_step_pre_hook(watch.note_step),
     ]
     try:
         DataParallel.forward = watch.noting(forward)  # type: ignore[method-assign]

@@ -20,6 +20,8 @@ _UNITS = {"": 0, "K": 10, "M": 20, "G": 30}
 
 SLOWER_PERCENT = 10.0
 
+RANKS_TEXT = "how many CPU ranks, or ranks on GPUs with --device cuda"
+
 _TABLE = "Print one Markdown table per case, with a line for each file that --json has written and each of its rows."
 
 
@@ -148,6 +150,5 @@ def add_counts(parser: argparse.ArgumentParser, **counts: tuple[int, str]) -> No
 
 def add_ranks(parser: argparse.ArgumentParser, default: str) -> None:
     """`--ranks`, for the cases that have them."""
-    parser.add_argument(
-        "--ranks", type=parse_counts, default=default, metavar="LIST", help="how many ranks (default: %(default)s)"
-    )
+    text = f"{RANKS_TEXT} (default: %(default)s)"
+    parser.add_argument("--ranks", type=parse_counts, default=default, metavar="LIST", help=text)

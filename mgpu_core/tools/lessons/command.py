@@ -11,6 +11,7 @@ from mgpu_core.tools.lessons.catalogue import Lesson, find_lesson, find_lessons
 from mgpu_core.tools.lessons.check import CannotBeRead, check_file
 from mgpu_core.tools.lessons.judge import RIGHT, Verdict
 from mgpu_core.tools.lessons.runner import run_lesson
+from mgpu_core.tools.run.names import on_cpu_ranks
 
 __all__ = ["run"]
 
@@ -25,11 +26,12 @@ def run(args: argparse.Namespace) -> int:
             _without_tags(lesson.text) if args.word == "show" else lesson.solution.read_text(encoding="utf-8"), end=""
         )
         return 0
-    if args.word == "run":
-        return 0 if run_lesson(lesson, args.picture or Path(f"{lesson.file_stem}.png")) else 1
     if args.word == "start":
         return _start(lesson)
-    return _check(lesson, args.file or Path(f"{lesson.file_stem}.py"), args.limit)
+    with on_cpu_ranks(args.ranks, hide=True):
+        if args.word == "run":
+            return 0 if run_lesson(lesson, args.picture or Path(f"{lesson.file_stem}.png")) else 1
+        return _check(lesson, args.file or Path(f"{lesson.file_stem}.py"), args.limit)
 
 
 def _list() -> int:

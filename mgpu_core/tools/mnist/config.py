@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from mgpu_core.devices.devices import CPU, DeviceLike, as_devices, default_devices, has_accelerator
+from mgpu_core.devices.devices import CPU, DeviceLike, as_devices, default_devices
 
 ENGINES = ("step", "drop-in", "plain")
 """`step`: `TrainStep`; `drop-in`: the network inside `DataParallel`; `plain`: the bare network, on one device."""
@@ -27,7 +27,7 @@ class Config:
         model: a name of `MODELS`.
         engine: a name of `ENGINES`.
         device_ids: one entry per rank; None for the machine's own choice (see `devices`).
-        ranks: how many ranks, where `device_ids` does not say.
+        ranks: how many CPU ranks, where `device_ids` does not say.
         batch: rows per step, over all ranks.
         accumulate: steps per update. An epoch's last update may have fewer.
         amp: a name of `AMP_DTYPES`, the dtype of the step engine's forward; None for full precision.
@@ -85,8 +85,8 @@ class Config:
     def devices(self) -> list[torch.device]:
         """Return one device per rank, of which the first holds the network and the digits.
 
-        Without `device_ids` these are the first `ranks` accelerators, or all, or one for the plain engine. Without
-        accelerators they are CPU ranks: as many as `MGPU_CORE_CPU_RANKS` says, or two, where all are wanted.
+        Without `device_ids` these are `ranks` CPU ranks, or all accelerators, or one for the plain engine. Without
+        accelerators all are as many CPU ranks as `MGPU_CORE_CPU_RANKS` says, or two.
 
         Raises:
             TypeError, ValueError: a device that does not exist; not as many as `ranks`; several for the plain engine.
@@ -94,9 +94,9 @@ class Config:
         if self.device_ids is not None:
             devices = list(as_devices(self.device_ids))
         else:
-            here = default_devices()
-            wanted = self.ranks or (1 if self.engine == "plain" else len(here) or CPU_RANKS)
-            devices = here[:wanted] if has_accelerator() else [CPU] * wanted
+            devices = [CPU] * self.ranks if self.ranks else default_devices() or [CPU] * CPU_RANKS
+            if self.engine == "plain" and not self.ranks:
+                del devices[1:]
         if self.ranks is not None and self.ranks != len(devices):
             raise ValueError(f"ranks: wanted {self.ranks}, there are {len(devices)} devices")
         if self.engine == "plain" and len(devices) > 1:

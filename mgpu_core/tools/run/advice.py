@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
-from torch.nn import Module
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
 
+from mgpu_core.devices.devices import CPU
 from mgpu_core.support.progress import Progress
 from mgpu_core.tools.advise.benchmark import stopwatch
 from mgpu_core.tools.advise.measure import advised
-from mgpu_core.tools.advise.plan import plan_of
+from mgpu_core.tools.advise.plan import MakeOptimizer, plan_of
 from mgpu_core.tools.advise.result import Advice
+from mgpu_core.tools.advise.strategies import first_line
 from mgpu_core.tools.advise.watching import Watched
 from mgpu_core.trees.nested import tensors_in
 
-__all__ = ["advise_training"]
+__all__ = ["advise_training", "remade"]
 
 
 class _MeanOfOutputs(Module):
@@ -38,8 +42,39 @@ class _MeanOfOutputs(Module):
         return torch.cat([each.float().flatten() for each in tensors_in(outputs) if each.is_floating_point()]).mean()
 
 
-def advise_training(seen: Watched) -> Advice:
+def _like(optimizer: Optimizer, trained: list[Parameter], parameters: list[Parameter]) -> Optimizer:
+    """Return an optimizer of the same class and settings for a copy of the net, whose steps change nothing."""
+    copies = dict(zip(map(id, trained), parameters, strict=True))
+    groups = [
+        {**group, "lr": 0.0, "params": [copies[id(each)] for each in group["params"] if id(each) in copies]}
+        for group in optimizer.param_groups
+    ]
+    kind: Any = type(optimizer)
+    return cast(Optimizer, kind([group for group in groups if group["params"]]))
+
+
+def remade(optimizer: Optimizer | None, net: Module) -> tuple[MakeOptimizer | None, str]:
+    """Return what makes optimizers like this one, for copies of the net, and the name of their class.
+
+    ``None`` where there is none, or where its class takes more than its groups; the name is followed by the reason.
+    """
+    if optimizer is None:
+        return None, "SGD, since none made a step"
+    make = partial(_like, optimizer, list(net.parameters()))
+    try:
+        make([Parameter(each.detach().clone(), each.requires_grad) for each in net.parameters()])
+    except Exception as error:
+        return None, f"SGD, since {type(optimizer).__name__} is not made from its groups alone: {first_line(error)}"
+    return make, type(optimizer).__name__
+
+
+def advise_training(seen: Watched, optimizer: MakeOptimizer | None = None, ranks: int | None = None) -> Advice:
     """Measure one device against many on a net that was seen in training; its loss counts nothing.
+
+    Args:
+        seen: the net; the ranks of its wrapper are measured.
+        optimizer: as :func:`remade` returns it.
+        ranks: CPU ranks to measure without a wrapper; ``None``: as :func:`mgpu_core.advise` has it.
 
     Raises:
         ValueError: an argument of its first call is no tensor.
@@ -56,6 +91,7 @@ def advise_training(seen: Watched) -> Advice:
                 f"argument {place} of {type(seen.bare_net).__name__} is no tensor with rows, but a "
                 f"{type(value).__name__}: batches of other sizes cannot be made of it"
             )
-    plan = plan_of(net, None, values)
+    devices = seen.devices or (None if ranks is None else [CPU] * ranks)
+    plan = plan_of(net, None, values, device_ids=devices, optimizer=optimizer)
     with Progress("mgpu run --advise") as progress:
         return advised(plan, stopwatch(plan.distinct_devices), progress)

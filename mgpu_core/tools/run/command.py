@@ -8,13 +8,14 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
+from mgpu_core.devices.devices import has_accelerator
 from mgpu_core.support.files import check_outputs
 from mgpu_core.support.tables import show
 from mgpu_core.tools.advise.watching import Watch, watching
 from mgpu_core.tools.explain.recorder import explain
 from mgpu_core.tools.explain.trace import Trace
-from mgpu_core.tools.run.advice import advise_training
-from mgpu_core.tools.run.names import Replaced, replacing_torch
+from mgpu_core.tools.run.advice import advise_training, remade
+from mgpu_core.tools.run.names import Replaced, on_cpu_ranks, replacing_torch
 from mgpu_core.tools.user_script import Program, note_order, script_status
 
 __all__ = ["run"]
@@ -34,13 +35,12 @@ def run(args: argparse.Namespace) -> int:
         raise FileNotFoundError(f"{program.path}: there is no such script")
     check_outputs([args.explain] if args.explain else [], [program.path])
     here, process = Path.cwd(), os.getpid()
-    if args.ranks is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # torch reads it at its first use of a GPU
     arguments = args.arguments[1:] if args.arguments[:1] == ["--"] else args.arguments
     note_order("mgpu run", _OPTIONS, args.arguments)
     trace, watch = Trace(), Watch()
     with ExitStack() as stack:
-        replaced = stack.enter_context(replacing_torch(ranks=args.ranks, wrap=args.wrap, dim=args.dim))
+        stack.enter_context(on_cpu_ranks(args.ranks, hide=True))
+        replaced = stack.enter_context(replacing_torch(wrap=args.wrap, dim=args.dim))
         if args.advise:
             watch = stack.enter_context(watching(training=True))
         if args.explain:
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         status = script_status(program.path, arguments, program.spec)
     if os.getpid() != process:  # a child that the script has forked came out here
         return status
-    for line in _told(replaced, args.wrap, status):
+    for line in _told(replaced, args, status):
         print(f"mgpu run: {line}", file=sys.stderr)
     if args.explain and (not status or trace.steps):  # also after Ctrl-C, or an error late in the script
         saved = _save(trace, here, args.explain)
@@ -60,15 +60,17 @@ def run(args: argparse.Namespace) -> int:
                 "no net with parameters was called in training mode, so there is nothing to advise on. A call of "
                 "net.forward(...) is seen with --wrap auto alone: call the net itself"
             )
-        advice = advise_training(seen)
-        show([f"net: {type(seen.bare_net).__name__}, the one that was called most often", *advice.lines])
+        optimizer, name = remade(watch.optimizer_of(seen.bare_net), seen.bare_net)
+        advice = advise_training(seen, optimizer, args.ranks)
+        net = type(seen.bare_net).__name__
+        show([f"net: {net}, the one that was called most often; optimizer: {name}", *advice.lines])
     return status
 
 
 _TRAINER = "a Trainer of transformers uses all devices as mgpu_core.integrations.transformers.MultiGPUTrainer"
 
 
-def _told(replaced: Replaced, wrap: str, status: int) -> list[str]:
+def _told(replaced: Replaced, args: argparse.Namespace, status: int) -> list[str]:
     """Return the lines on a run: which nets were wrapped, and help where none was, or where the script failed."""
     used = replaced.uses
     has_trainer = "transformers.trainer" in sys.modules
@@ -77,8 +79,11 @@ def _told(replaced: Replaced, wrap: str, status: int) -> list[str]:
         return [*used, *hints]
     if used:
         return [*used, *(f"left: {each}" for each in replaced.left)]
-    cure = _TRAINER if has_trainer else "--wrap auto wraps the net of the first optimizer"
-    return ["wrapped: nothing", *(f"left: {each}" for each in replaced.left), *[f"note: {cure}"] * (wrap == "none")]
+    on_host = not has_accelerator()
+    options = "--ranks N --wrap auto" if on_host and args.ranks is None else "--wrap auto"
+    cure = _TRAINER if has_trainer else f"{options} wraps the net of the first optimizer"
+    ran = f"ran as python runs it{', on one device, the CPU' * on_host}: nothing was wrapped"
+    return [ran, *(f"left: {each}" for each in replaced.left), *[f"note: {cure}"] * (args.wrap == "none")]
 
 
 def _save(trace: Trace, here: Path, path: Path) -> int:

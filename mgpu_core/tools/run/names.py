@@ -22,7 +22,7 @@ from mgpu_core.tools.run import functions
 from mgpu_core.tools.run.auto_wrap import AutoWrap, not_counted, uncounted
 from mgpu_core.tools.run.cuda_as_cpu import CudaAsCpu, loading_on_host, no_gpu
 
-__all__ = ["Replaced", "replacing_torch"]
+__all__ = ["Replaced", "on_cpu_ranks", "replacing_torch"]
 
 _WRAP = ("none", "auto")
 RANKS = "MGPU_CORE_CPU_RANKS"
@@ -107,18 +107,11 @@ def replacing_torch(*, ranks: int | None = None, wrap: str = "none", dim: int = 
     """
     if wrap not in _WRAP:
         raise ValueError(f"wrap must be one of {', '.join(_WRAP)}, not {wrap!r}")
-    if ranks is not None and not 1 <= ranks <= 9999:
-        raise ValueError(f"ranks must be a whole number from 1 to 9999, not {ranks}")
-    if ranks is not None and has_accelerator():
-        raise ValueError("CPU ranks are for a machine without an accelerator: hide it, or leave ranks out")
     replaced = Replaced(left=_left())
     counted = {name: _called(_OURS[name], replaced.called) for name in _COUNTED}
     with ExitStack() as stack:
         if ranks is not None:
-            stack.enter_context(_variable(RANKS, str(ranks)))
-            stack.enter_context(CudaAsCpu())
-            stack.enter_context(_attribute(torch, "load", loading_on_host(torch.load)))
-            stack.enter_context(_attribute(torch.cuda, "_lazy_init", no_gpu))
+            stack.enter_context(on_cpu_ranks(ranks))
             replaced.names.append("torch.load")
         for module, name, torchs in list(_holders()):
             ours = _OURS_OF[id(torchs)]
@@ -129,6 +122,35 @@ def replacing_torch(*, ranks: int | None = None, wrap: str = "none", dim: int = 
         if wrap == "auto":
             stack.enter_context(AutoWrap(replaced.left.append, replaced.hints.append, dim).watching())
         yield replaced
+
+
+@contextmanager
+def on_cpu_ranks(ranks: int | None, *, hide: bool = False) -> Iterator[None]:
+    """Let code inside the block run on CPU ranks, as ``replacing_torch(ranks=)`` says; ``None`` changes nothing.
+
+    Args:
+        ranks: how many.
+        hide: hide GPUs from torch for the rest of the process, which has not used one yet.
+
+    Raises:
+        ValueError: ``ranks`` is not 1 to 9999, or there is an accelerator.
+    """
+    if ranks is None:
+        yield
+        return
+    if not 1 <= ranks <= 9999:
+        raise ValueError(f"ranks must be a whole number from 1 to 9999, not {ranks}")
+    if hide:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # torch reads it at its first use of a GPU
+    if has_accelerator():
+        raise ValueError("CPU ranks are for a machine without an accelerator: hide it, or leave ranks out")
+    with (
+        _variable(RANKS, str(ranks)),
+        CudaAsCpu(),
+        _attribute(torch, "load", loading_on_host(torch.load)),
+        _attribute(torch.cuda, "_lazy_init", no_gpu),
+    ):
+        yield
 
 
 def _holders() -> Iterator[tuple[ModuleType, str, Any]]:

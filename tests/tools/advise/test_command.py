@@ -77,6 +77,24 @@ def test_options_before_and_after_the_script(script, planned, capsys):
     assert "arguments: ['--net']" in capsys.readouterr().out
 
 
+def test_ranks_before_the_script_are_cpu_ranks_for_which_gpus_are_the_cpu(script, planned, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr("mgpu_core.devices.devices._count", lambda kind: 0)
+    text = SCRIPT + "net = net.to('cuda:3')\nimport os\nassert os.environ['CUDA_VISIBLE_DEVICES'] == ''\n"
+    assert main(["advise", "--ranks", "4", script(text)]) == 0
+    (plan,) = planned
+    assert plan.devices == (torch.device("cpu"),) * 4
+
+
+def test_ranks_after_the_script_are_the_scripts_and_noted(script, planned, capsys):
+    assert main(["advise", script(), *FAST, "--ranks", "4", "--", "--ranks=5"]) == 0
+    (plan,) = planned
+    assert len(plan.devices) == 2
+    out, err = capsys.readouterr()
+    assert out.startswith("arguments: ['--ranks', '4', '--ranks=5'] ")
+    assert err == "mgpu advise: note: --ranks comes after the script, so it is passed to the script\n"
+
+
 def test_the_first_batch_of_a_loader(script, planned):
     text = "\nimport torch\nmodel = torch.nn.DataParallel(torch.nn.Linear(3, 2))\nloss = None\n"
     loader = "train_loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(9, 3)), 4)\n"
@@ -132,6 +150,9 @@ def test_missing_names_are_listed(names, chosen, message, tmp_path):
         (["script.py", "--batches", "8,x"], "--batches 8,x: wanted whole numbers above 0"),
         (["script.py", "--devices", "warp"], "'warp' is not a device"),
         (["script.py", "--devices", "cpu,"], "'' is not a device"),
+        (["--ranks", "2", "script.py", "--devices", "cpu"], "--ranks and --devices both say which devices there are"),
+        (["--ranks", "0", "script.py"], "ranks must be a whole number from 1 to 9999, not 0"),
+        (["--ranks", "0", "--inference", "script.py"], "ranks must be a whole number from 1 to 9999, not 0"),
         (["script.py", "--net", "ROWS"], "net must be a torch.nn.Module, not int"),
         (["script.py", "--sample", "ROWS"], "sample must be a tuple of tensors"),
         (["script.py", "--net", "nat"], "lacks at its top level: a net, looked for as nat"),

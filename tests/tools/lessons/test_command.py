@@ -1,6 +1,7 @@
 """`mgpu lesson` apart from the usual way: wrong words, missing files, and what learners' files may do."""
 
 import functools
+import os
 import sys
 import time
 from pathlib import Path
@@ -52,6 +53,21 @@ def test_unknown_number_is_told_in_a_line(mgpu, word):
     status, out, err = mgpu(word, 99)
     assert (status, out) == (2, "")
     assert err.startswith("mgpu lesson: error: there is no lesson 99; there are 1, 2, 3")
+
+
+def test_ranks_are_cpu_ranks(mgpu, monkeypatch):
+    variables = []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr("mgpu_core.devices.devices._count", lambda kind: 0)
+    run = "mgpu_core.tools.lessons.command.run_lesson"
+    monkeypatch.setattr(run, lambda *_: variables.append(dict(os.environ)) or True)
+    assert mgpu("run", 8, "--ranks", 3)[0] == 0
+    assert (variables[0]["MGPU_CORE_CPU_RANKS"], variables[0]["CUDA_VISIBLE_DEVICES"]) == ("3", "")
+    assert mgpu("check", 1, "--ranks", 0)[0] == 2
+
+
+def test_lesson_8_runs_whatever_the_ids_of_gpus_mean(mgpu):
+    assert mgpu("run", 8, "--ranks", 2)[0] == 0
 
 
 @pytest.mark.parametrize(

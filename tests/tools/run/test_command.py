@@ -46,8 +46,16 @@ def test_without_a_wrapper_or_wrap_nothing_is_wrapped(tmp_path):
     done = mgpu(tmp_path, "--ranks", "4", text=PLAIN)
     assert (done.returncode, done.stdout) == (0, "['2', '--own'] 0.5625 __main__\n")
     assert done.stderr.splitlines() == [
-        "mgpu run: wrapped: nothing",
+        "mgpu run: ran as python runs it, on one device, the CPU: nothing was wrapped",
         "mgpu run: note: --wrap auto wraps the net of the first optimizer",
+    ]
+
+
+def test_without_an_accelerator_and_without_options_it_says_what_it_did(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert mgpu(tmp_path, text=PLAIN.replace(".cuda()", "")).stderr.splitlines() == [
+        "mgpu run: ran as python runs it, on one device, the CPU: nothing was wrapped",
+        "mgpu run: note: --ranks N --wrap auto wraps the net of the first optimizer",
     ]
 
 
@@ -119,7 +127,31 @@ def test_advice_on_the_net_that_was_trained(tmp_path):
     assert done.returncode == 0
     assert "one device" in done.stdout
     assert "TrainStep" in done.stdout
-    assert done.stdout.count("net: Linear, the one that was called most often") == 1
+    assert done.stdout.count("net: Linear, the one that was called most often; optimizer: SGD\n") == 1
+
+
+ADAMW = PLAIN.replace(
+    "SGD(model.parameters(), lr=0.125)", "AdamW([dict(params=[net.weight]), dict(params=[net.bias])])"
+)
+
+
+@pytest.mark.parametrize("options", [[], ["--wrap", "auto"]])
+def test_advice_on_the_ranks_and_the_optimizer_of_the_run(tmp_path, options):
+    done = mgpu(tmp_path, "--ranks", "4", *options, "--advise", text=ADAMW)
+    assert done.returncode == 0, done.stderr
+    assert "one device against 4 ranks (cpu, cpu, cpu, cpu)" in done.stdout
+    assert "optimizer: AdamW\n" in done.stdout
+    assert "gradients 32 B, optimizer 72 B," in done.stdout  # two moments of 8 numbers, and a count for each tensor
+
+
+def test_advice_with_an_optimizer_that_cannot_be_made_again(tmp_path):
+    own = "Own = type('Own', (torch.optim.SGD,), dict(__init__=lambda self, ps, rate: "
+    own += "torch.optim.SGD.__init__(self, ps, lr=rate)))\n"
+    text = PLAIN.replace("optimizer = torch.optim.SGD(", own + "optimizer = Own(").replace("lr=0.125", "rate=0.125")
+    done = mgpu(tmp_path, "--ranks", "2", "--advise", text=text)
+    assert done.returncode == 0, done.stderr
+    assert "optimizer: SGD, since Own is not made from its groups alone: TypeError: " in done.stdout
+    assert "failed" not in done.stdout
 
 
 def test_advice_without_a_net(tmp_path):

@@ -18,13 +18,13 @@ from mgpu_core import TrainStep, optim
 from mgpu_core.tools.bench.case import Case, Contest, Label, RowPlan, UsageError, at_most, refuse
 from mgpu_core.tools.bench.fsdp import LR, FsdpRank, ShardsTask
 from mgpu_core.tools.bench.gloo import GlooTeam
-from mgpu_core.tools.bench.options import add_counts, parse_counts
+from mgpu_core.tools.bench.options import RANKS_TEXT, add_counts, parse_counts
 from mgpu_core.tools.bench.timing import OURS, Contestant, Timing, timed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Network, rows, ranks and device."""
-    add_counts(parser, layers=(8, "blocks"), width=(512, "of a block"), ranks=(2, "how many ranks"))
+    add_counts(parser, layers=(8, "blocks"), width=(512, "of a block"), ranks=(2, RANKS_TEXT))
     text = "rows over all ranks (default: %(default)s)"
     parser.add_argument("--batch", type=parse_counts, default="64,512", metavar="LIST", help=text)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")

@@ -22,7 +22,7 @@ from mgpu_core.tools.bench.timing import OURS, Contestant, Timing, timed
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Return the model, the batch and the ranks."""
     add_counts(parser, layers=(8, "blocks of the model"), width=(512, "of the model"))
-    add_counts(parser, batch=(8, "rows of 64 tokens"), ranks=(2, "devices"))
+    add_counts(parser, batch=(8, "rows of 64 tokens"), ranks=(2, "how many CPU ranks"))
 
 
 def plan(options: argparse.Namespace) -> RowPlan:

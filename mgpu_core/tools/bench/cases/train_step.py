@@ -21,7 +21,7 @@ from mgpu_core import TrainStep, optim
 from mgpu_core.tools.bench.case import Case, Contest, Label, RowPlan, UsageError, at_most, chosen, refuse
 from mgpu_core.tools.bench.ddp_worker import DdpRank
 from mgpu_core.tools.bench.gloo import GlooTeam
-from mgpu_core.tools.bench.options import names_among, parse_count, parse_counts
+from mgpu_core.tools.bench.options import RANKS_TEXT, names_among, parse_count, parse_counts
 from mgpu_core.tools.bench.timing import OURS, Contestant, Timing, nothing, timed
 from mgpu_core.tools.bench.training import MakeStep, Step, Trainee, TrainRow, torch_step
 
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Models, ranks, batch and device."""
     add, models = parser.add_argument, tuple(STEPS)
     add("--model", type=names_among(models), default=",".join(models), metavar="LIST", help="default: %(default)s")
-    add("--ranks", type=parse_counts, metavar="LIST", help="how many ranks (default: 1,2 for simplenet, 2,4 for cnn)")
+    add("--ranks", type=parse_counts, metavar="LIST", help=f"{RANKS_TEXT} (default: 1,2 for simplenet, 2,4 for cnn)")
     add("--batch", type=parse_count, metavar="N", help="rows over all ranks (default: 64 for simplenet, 256 for cnn)")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
 

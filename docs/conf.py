@@ -46,6 +46,7 @@ napoleon_custom_sections = [
     )
 ]
 add_module_names = False
+maximum_signature_line_length = 40  # longer ones have an argument a line
 python_use_unqualified_type_names = True
 
 html_theme = "furo"

@@ -1,11 +1,26 @@
-"""Several GPUs, one Python process: a better ``torch.nn.DataParallel``, its kernels and collectives.
+"""Several GPUs in one Python process: a better ``torch.nn.DataParallel``, on CPU ranks too.
 
-``import mgpu_core as dp`` stands in for ``torch.nn.parallel``: the same names, the same contract, on GPUs, on CPU ranks
-and on mixtures of them.  Names are imported at their first use, so that the command line starts without torch.
+DataParallel    the drop-in: torch's signatures, gradients in your module
+TrainStep       a whole step in one call: split, forward, loss, backward, all-reduce, update
+Pipeline        a model cut over devices, with micro-batches in flight
+place           the layers of a model over devices, without micro-batches
+TensorParallel  every layer cut over devices
+Predictor       answers to requests from any thread, in batches, over devices
+DeviceLoader    batches of any loader, cut and copied to the devices one ahead
+optim           SGD, Adam, AdamW and Lion, updated by one kernel
+explain         records who moved what, when, and shows it as a table or a page
+advise          measures whether several devices pay for your model, and which way
+
+help(mgpu_core.TrainStep) says more on each; dir(mgpu_core) has the other names, such as scatter, gather and comm.
+The guides are in docs/ of the repository: run.md, migration.md, train_step.md; its index.md leads to the rest.
+The command line: mgpu --help.
 """
+
+# Names are imported at their first use, so that the command line starts without torch.
 
 import sys as _sys
 from importlib import import_module as _import_module
+from types import FrameType as _FrameType
 from types import ModuleType as _ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -138,4 +153,9 @@ _sys.modules[__name__].__class__ = _Package
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, "__version__"})
+    frame: _FrameType | None = _sys._getframe()
+    while frame is not None and frame.f_globals.get("__name__") in (__name__, "inspect"):
+        frame = frame.f_back
+    if frame is not None and frame.f_code.co_name == "docmodule":
+        return []  # pydoc prints the whole help of each name that it sees: the docstring is the page
+    return sorted([*__all__, "__version__"])

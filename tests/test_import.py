@@ -1,6 +1,9 @@
 """Importing the package: its version, and where its compiled core is not."""
 
 import importlib.metadata
+import inspect
+import pydoc
+import re
 import shutil
 import subprocess
 import sys
@@ -39,6 +42,33 @@ def test_names_are_imported_at_their_first_use(tmp_path):
     command = [sys.executable, "-c", program]
     ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert ran.stdout.splitlines() == ["True False True", "True False"]
+
+
+PAGES = [
+    "DataParallel",
+    "TrainStep",
+    "Pipeline",
+    "place",
+    "TensorParallel",
+    "Predictor",
+    "DeviceLoader",
+    "optim",
+    "explain",
+]
+
+
+def test_help_is_one_screen_and_that_of_a_class_is_whole():
+    page = pydoc.render_doc(mgpu_core, renderer=pydoc.plaintext).splitlines()
+    assert len(page) < 60
+    first_words = [line.split()[0] for line in page if re.match(r"    \w+ {2,}\S", line)]
+    assert first_words == [*PAGES, "advise"]
+    assert set(first_words) <= set(mgpu_core.__all__)
+    assert "| __call__" in pydoc.render_doc(mgpu_core.TrainStep, renderer=pydoc.plaintext).replace("|  ", "| ")
+
+
+def test_dir_has_public_names_alone():
+    assert dir(mgpu_core) == sorted([*mgpu_core.__all__, "__version__"])
+    assert {name for name, _ in inspect.getmembers(mgpu_core)} == set(dir(mgpu_core))
 
 
 def test_an_unknown_name_is_an_attribute_error():

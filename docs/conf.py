@@ -12,7 +12,11 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent
 sys.path.insert(0, str(HERE))
 
-from site_pages import copy_results, links_out_of_the_docs  # noqa: E402
+from site_pages import (  # noqa: E402
+    TranslatedSummaries,
+    copy_results,
+    links_out_of_the_docs,
+)
 
 project = "mgpu_core"
 author = "the authors of mgpu_core"
@@ -27,6 +31,11 @@ extensions = [
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["examples/**", "lessons/exercises/**", "lessons/solutions/**"]
 nitpicky = False
+
+# Pages in other languages: messages without a translation stay English (developing.md says how catalogues are updated).
+locale_dirs = ["locales"]
+gettext_location = False
+gettext_additional_targets = ["raw"]  # the summaries of folded blocks
 
 myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 4
@@ -58,8 +67,9 @@ html_show_copyright = False
 
 
 def setup(app: object) -> None:
-    """Copies what lies elsewhere, and turns links to files outside the site into words."""
+    """Copies what lies elsewhere, turns links to files outside the site into words, and translates folded blocks."""
     generated = HERE / "_generated"
     shutil.rmtree(generated, ignore_errors=True)
     copy_results(ROOT / "benchmarks" / "results", generated)
     app.connect("source-read", links_out_of_the_docs)  # type: ignore[attr-defined]
+    app.add_transform(TranslatedSummaries)  # type: ignore[attr-defined]

@@ -1,9 +1,15 @@
-"""What the site needs besides its own files: the benchmark results as pages, and links that lead out of it as words."""
+"""What the site needs besides its own files: the benchmark results as pages, links that lead out of it as words, and
+translated summaries of folded blocks."""
 
 import re
 import shutil
 from pathlib import Path
 from typing import Any
+
+from docutils import nodes
+from sphinx.locale import init
+from sphinx.transforms import SphinxTransform
+from sphinx.util.i18n import docname_to_domain
 
 HERE = Path(__file__).parent
 CODE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
@@ -58,3 +64,19 @@ def links_out_of_the_docs(app: Any, name: str, source: list[str]) -> None:
     pieces = CODE.split(source[0])  # blocks of code are every second one
     pieces[::2] = [LINK.sub(replaced, text) for text in pieces[::2]]
     source[0] = "".join(pieces)
+
+
+class TranslatedSummaries(SphinxTransform):
+    """Take the HTML of folded blocks from the catalogues: Sphinx writes it there, and would read it as Markdown."""
+
+    default_priority = (
+        19  # before Sphinx's own, which finds no message of the translated text
+    )
+
+    def apply(self, **_: Any) -> None:
+        folders = [HERE / name for name in self.config.locale_dirs]
+        domain = docname_to_domain(self.env.docname, self.config.gettext_compact)
+        catalogue, is_there = init(folders, self.config.language, domain)
+        for node in self.document.findall(nodes.raw) if is_there else ():
+            text = catalogue.gettext(node.astext())
+            node.replace_self(nodes.raw(text, text, **node.attributes))

@@ -77,9 +77,11 @@ def _told(replaced: Replaced, args: argparse.Namespace, status: int) -> list[str
     if status:
         hints = [f"note: {each}" for each in (*replaced.hints, *[_TRAINER] * has_trainer)] if replaced.hints else []
         return [*used, *hints]
-    if used:
-        return [*used, *(f"left: {each}" for each in replaced.left)]
     on_host = not has_accelerator()
+    if used:
+        is_plain = on_host and args.ranks is None and any("as the plain module" in line for line in used)
+        note = "note: there is no accelerator, so it ran on one device: --ranks N makes N CPU ranks"
+        return [*used, *(f"left: {each}" for each in replaced.left), *[note] * is_plain]
     options = "--ranks N --wrap auto" if on_host and args.ranks is None else "--wrap auto"
     cure = _TRAINER if has_trainer else f"{options} wraps the net of the first optimizer"
     ran = f"ran as python runs it{', on one device, the CPU' * on_host}: nothing was wrapped"

@@ -59,6 +59,14 @@ def test_without_an_accelerator_and_without_options_it_says_what_it_did(tmp_path
     ]
 
 
+def test_a_wrapper_without_an_accelerator_ran_on_one_device(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert mgpu(tmp_path, text=WRAPS.replace(".cuda()", "")).stderr.splitlines() == [
+        "mgpu run: wrapped: Linear as the plain module",
+        "mgpu run: note: there is no accelerator, so it ran on one device: --ranks N makes N CPU ranks",
+    ]
+
+
 def test_a_trainer_of_transformers_is_told_of_ours(tmp_path):
     fake = "import types; sys.modules['transformers.trainer'] = types.ModuleType('transformers.trainer')"
     done = mgpu(tmp_path, "--ranks", "4", text=PLAIN, last=fake)

@@ -8,7 +8,7 @@ TensorParallel  every layer cut over devices
 Predictor       answers to requests from any thread, in batches, over devices
 DeviceLoader    batches of any loader, cut and copied to the devices one ahead
 optim           SGD, Adam, AdamW and Lion, updated by one kernel
-explain         records who moved what, when, and shows it as a table or a page
+explain         records each step, and shows its traffic and times as a table or a page
 advise          measures whether several devices pay for your model, and which way
 
 help(mgpu_core.TrainStep) says more on each; dir(mgpu_core) has the other names, such as scatter, gather and comm.

@@ -2,7 +2,7 @@
 
 Python, from the top: tools -> integrations -> data_parallel, data -> step, inference -> pipeline, tensor_parallel ->
 parallel, optim -> comm -> kernels -> ranks, trees -> devices -> errors -> trace -> support -> _core.
-And in tools: cli -> bench -> doctor, lessons, mnist, run -> advise -> options -> explain -> user_script.
+And in tools: cli -> bench -> doctor, lessons, mnist, run -> advise -> options -> explain -> cpu_ranks, user_script.
 C++: bindings -> backends.cpp -> backends/* -> core; backends do not include each other; only bindings uses pybind11.
 """
 
@@ -32,7 +32,7 @@ LAYERS = [
     {"step", "inference"},
     {"data_parallel", "data"},
     {"integrations"},
-    {"tools.user_script"},
+    {"tools.cpu_ranks", "tools.user_script"},
     {"tools.explain"},
     {"tools.options"},
     {"tools.advise"},

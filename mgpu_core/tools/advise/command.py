@@ -25,8 +25,8 @@ from mgpu_core.tools.advise.measure import advised
 from mgpu_core.tools.advise.plan import CPU_RANKS, AdvicePlan, plan_of
 from mgpu_core.tools.advise.script import Chosen, Found, ScriptFailed, check_names, found_in, run_script, run_to_end
 from mgpu_core.tools.advise.watching import watching
+from mgpu_core.tools.cpu_ranks import on_cpu_ranks
 from mgpu_core.tools.options import ADVISE_USAGE, advise_options
-from mgpu_core.tools.run.names import on_cpu_ranks
 from mgpu_core.tools.user_script import as_script, note_order, top_level_names
 
 __all__ = ["run"]

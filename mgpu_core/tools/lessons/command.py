@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 from mgpu_core.support.files import write_whole
+from mgpu_core.tools.cpu_ranks import on_cpu_ranks
 from mgpu_core.tools.lessons.catalogue import Lesson, find_lesson, find_lessons
 from mgpu_core.tools.lessons.check import CannotBeRead, check_file
 from mgpu_core.tools.lessons.judge import RIGHT, Verdict
 from mgpu_core.tools.lessons.runner import run_lesson
-from mgpu_core.tools.run.names import on_cpu_ranks
 
 __all__ = ["run"]
 

@@ -54,7 +54,7 @@ def _like(optimizer: Optimizer, trained: list[Parameter], parameters: list[Param
 
 
 def remade(optimizer: Optimizer | None, net: Module) -> tuple[MakeOptimizer | None, str]:
-    """Return what makes optimizers like this one, for copies of the net, and the name of their class.
+    """Return a maker of optimizers like this one, for copies of the net, and the name of their class.
 
     ``None`` where there is none, or where its class takes more than its groups; the name is followed by the reason.
     """

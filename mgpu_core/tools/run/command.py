@@ -12,10 +12,11 @@ from mgpu_core.devices.devices import has_accelerator
 from mgpu_core.support.files import check_outputs
 from mgpu_core.support.tables import show
 from mgpu_core.tools.advise.watching import Watch, watching
+from mgpu_core.tools.cpu_ranks import on_cpu_ranks
 from mgpu_core.tools.explain.recorder import explain
 from mgpu_core.tools.explain.trace import Trace
 from mgpu_core.tools.run.advice import advise_training, remade
-from mgpu_core.tools.run.names import Replaced, on_cpu_ranks, replacing_torch
+from mgpu_core.tools.run.names import Replaced, replacing_torch
 from mgpu_core.tools.user_script import Program, note_order, script_status
 
 __all__ = ["run"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -16,16 +15,14 @@ from typing import Any
 import torch
 
 from mgpu_core.data_parallel import DataParallel, data_parallel
-from mgpu_core.devices.devices import has_accelerator
 from mgpu_core.parallel import gather, parallel_apply, replicate, scatter, scatter_kwargs
+from mgpu_core.tools.cpu_ranks import on_cpu_ranks, replaced_attribute
 from mgpu_core.tools.run import functions
 from mgpu_core.tools.run.auto_wrap import AutoWrap, not_counted, uncounted
-from mgpu_core.tools.run.cuda_as_cpu import CudaAsCpu, loading_on_host, no_gpu
 
-__all__ = ["Replaced", "on_cpu_ranks", "replacing_torch"]
+__all__ = ["Replaced", "replacing_torch"]
 
 _WRAP = ("none", "auto")
-RANKS = "MGPU_CORE_CPU_RANKS"
 
 _OURS: dict[str, Any] = {
     "DataParallel": DataParallel,
@@ -115,42 +112,13 @@ def replacing_torch(*, ranks: int | None = None, wrap: str = "none", dim: int = 
             replaced.names.append("torch.load")
         for module, name, torchs in list(_holders()):
             ours = _OURS_OF[id(torchs)]
-            stack.enter_context(_attribute(module, name, counted.get(ours.__name__, ours)))
+            stack.enter_context(replaced_attribute(module, name, counted.get(ours.__name__, ours)))
             replaced.names.append(f"{module.__name__}.{name}")
         replaced.names = sorted(name for name in replaced.names if name.rpartition(".")[0] not in _TWICE)
-        stack.enter_context(_attribute(DataParallel, "__init__", _counted(replaced.wrapped)))
+        stack.enter_context(replaced_attribute(DataParallel, "__init__", _counted(replaced.wrapped)))
         if wrap == "auto":
             stack.enter_context(AutoWrap(replaced.left.append, replaced.hints.append, dim).watching())
         yield replaced
-
-
-@contextmanager
-def on_cpu_ranks(ranks: int | None, *, hide: bool = False) -> Iterator[None]:
-    """Let code inside the block run on CPU ranks, as ``replacing_torch(ranks=)`` says; ``None`` changes nothing.
-
-    Args:
-        ranks: how many.
-        hide: hide GPUs from torch for the rest of the process, which has not used one yet.
-
-    Raises:
-        ValueError: ``ranks`` is not 1 to 9999, or there is an accelerator.
-    """
-    if ranks is None:
-        yield
-        return
-    if not 1 <= ranks <= 9999:
-        raise ValueError(f"ranks must be a whole number from 1 to 9999, not {ranks}")
-    if hide:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # torch reads it at its first use of a GPU
-    if has_accelerator():
-        raise ValueError("CPU ranks are for a machine without an accelerator: hide it, or leave ranks out")
-    with (
-        _variable(RANKS, str(ranks)),
-        CudaAsCpu(),
-        _attribute(torch, "load", loading_on_host(torch.load)),
-        _attribute(torch.cuda, "_lazy_init", no_gpu),
-    ):
-        yield
 
 
 def _holders() -> Iterator[tuple[ModuleType, str, Any]]:
@@ -200,29 +168,3 @@ def _called(function: Any, counts: Counter[str]) -> Any:
             return function(*args, **kwargs)
 
     return counting
-
-
-@contextmanager
-def _attribute(holder: Any, name: str, value: Any) -> Iterator[None]:
-    before = vars(holder).get(name)  # a class may inherit it
-    setattr(holder, name, value)
-    try:
-        yield
-    finally:
-        if before is None:
-            delattr(holder, name)
-        else:
-            setattr(holder, name, before)
-
-
-@contextmanager
-def _variable(name: str, value: str) -> Iterator[None]:
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = before

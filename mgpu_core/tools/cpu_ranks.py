@@ -1,15 +1,21 @@
-"""On a machine without an accelerator, CUDA devices that a script names mean the CPU."""
+"""Code that runs on CPU ranks: GPUs are hidden, and CUDA devices that it names mean the CPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any, NoReturn
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["CudaAsCpu", "loading_on_host", "no_gpu"]
+from mgpu_core.devices.devices import has_accelerator
+
+__all__ = ["on_cpu_ranks", "replaced_attribute"]
+
+RANKS = "MGPU_CORE_CPU_RANKS"
 
 _to, _cuda = torch.Tensor.to, torch.Tensor.cuda
 
@@ -58,3 +64,59 @@ def _on_host(value: Any) -> Any:
     is_cuda = isinstance(value, str) and value.split(":")[0] == "cuda"
     is_device = isinstance(value, torch.device) and value.type == "cuda"
     return torch.device("cpu") if is_index or is_cuda or is_device else value
+
+
+@contextmanager
+def on_cpu_ranks(ranks: int | None, *, hide: bool = False) -> Iterator[None]:
+    """Let code inside the block run on CPU ranks, as ``replacing_torch(ranks=)`` says; ``None`` changes nothing.
+
+    Args:
+        ranks: how many.
+        hide: hide GPUs from torch for the rest of the process, which has not used one yet.
+
+    Raises:
+        ValueError: ``ranks`` is not 1 to 9999, or there is an accelerator.
+    """
+    if ranks is None:
+        yield
+        return
+    if not 1 <= ranks <= 9999:
+        raise ValueError(f"ranks must be a whole number from 1 to 9999, not {ranks}")
+    if hide:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # torch reads it at its first use of a GPU
+    if has_accelerator():
+        raise ValueError("CPU ranks are for a machine without an accelerator: hide it, or leave ranks out")
+    with (
+        _variable(RANKS, str(ranks)),
+        CudaAsCpu(),
+        replaced_attribute(torch, "load", loading_on_host(torch.load)),
+        replaced_attribute(torch.cuda, "_lazy_init", no_gpu),
+    ):
+        yield
+
+
+@contextmanager
+def replaced_attribute(holder: Any, name: str, value: Any) -> Iterator[None]:
+    """Set an attribute inside the block."""
+    before = vars(holder).get(name)  # a class may inherit it
+    setattr(holder, name, value)
+    try:
+        yield
+    finally:
+        if before is None:
+            delattr(holder, name)
+        else:
+            setattr(holder, name, before)
+
+
+@contextmanager
+def _variable(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = before

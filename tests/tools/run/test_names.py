@@ -129,6 +129,6 @@ def test_wrong_options_replace_nothing(options, text):
 
 
 def test_cpu_ranks_are_refused_beside_an_accelerator(monkeypatch):
-    monkeypatch.setattr("mgpu_core.tools.run.names.has_accelerator", lambda: True)
+    monkeypatch.setattr("mgpu_core.tools.cpu_ranks.has_accelerator", lambda: True)
     with pytest.raises(ValueError, match="without an accelerator"), replacing_torch(ranks=2):
         pass

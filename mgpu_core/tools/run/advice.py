@@ -56,15 +56,19 @@ def _like(optimizer: Optimizer, trained: list[Parameter], parameters: list[Param
 def remade(optimizer: Optimizer | None, net: Module) -> tuple[MakeOptimizer | None, str]:
     """Return a maker of optimizers like this one, for copies of the net, and the name of their class.
 
-    ``None`` where there is none, or where its class takes more than its groups; the name is followed by the reason.
+    ``None`` where there is none, or where its class takes more than its groups, or its step a closure; the name is
+    followed by the reason.
     """
     if optimizer is None:
         return None, "SGD, since none made a step"
     make = partial(_like, optimizer, list(net.parameters()))
+    copies = [Parameter(parameter.detach().clone(), parameter.requires_grad) for parameter in net.parameters()]
     try:
-        make([Parameter(each.detach().clone(), each.requires_grad) for each in net.parameters()])
+        for parameter in copies:
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        make(copies).step()
     except Exception as error:
-        return None, f"SGD, since {type(optimizer).__name__} is not made from its groups alone: {first_line(error)}"
+        return None, f"SGD, since another {type(optimizer).__name__} makes no step: {first_line(error)}"
     return make, type(optimizer).__name__
 
 

@@ -152,13 +152,24 @@ def test_advice_on_the_ranks_and_the_optimizer_of_the_run(tmp_path, options):
     assert "gradients 32 B, optimizer 72 B," in done.stdout  # two moments of 8 numbers, and a count for each tensor
 
 
-def test_advice_with_an_optimizer_that_cannot_be_made_again(tmp_path):
-    own = "Own = type('Own', (torch.optim.SGD,), dict(__init__=lambda self, ps, rate: "
-    own += "torch.optim.SGD.__init__(self, ps, lr=rate)))\n"
-    text = PLAIN.replace("optimizer = torch.optim.SGD(", own + "optimizer = Own(").replace("lr=0.125", "rate=0.125")
-    done = mgpu(tmp_path, "--ranks", "2", "--advise", text=text)
+OWN = """Own = type('Own', (torch.optim.SGD,), {'__init__': lambda self, ps, rate: torch.optim.SGD.__init__(self, ps)})
+optimizer = Own(model.parameters(), 1.0)"""
+CLOSURE = "optimizer = torch.optim.LBFGS(model.parameters()); loss_of = lambda: model(torch.ones(8, 3)).sum()"
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "step", "error"),
+    [
+        ("Own", OWN, "step()", "<lambda>() missing 1 required positional argument: 'rate'"),
+        ("LBFGS", CLOSURE, "step(loss_of)", "LBFGS.step() missing 1 required positional argument: 'closure'"),
+    ],
+)
+def test_advice_with_an_optimizer_that_cannot_be_made_again(tmp_path, name, line, step, error):
+    text = PLAIN.replace("optimizer = torch.optim.SGD(model.parameters(), lr=0.125)", line)
+    done = mgpu(tmp_path, "--ranks", "2", "--advise", text=text.replace("optimizer.step()", f"optimizer.{step}"))
     assert done.returncode == 0, done.stderr
-    assert "optimizer: SGD, since Own is not made from its groups alone: TypeError: " in done.stdout
+    assert f"optimizer: SGD, since another {name} makes no step: TypeError: " in done.stdout
+    assert error in done.stdout
     assert "failed" not in done.stdout
 
 

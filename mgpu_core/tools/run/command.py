@@ -49,7 +49,10 @@ def run(args: argparse.Namespace) -> int:
         status = script_status(program.path, arguments, program.spec)
     if os.getpid() != process:  # a child that the script has forked came out here
         return status
-    for line in _told(replaced, args, status):
+    lines = _told(replaced, args, status)
+    if status and "RANK" not in os.environ and "init_process_group" in program.path.read_text(errors="replace"):
+        lines.append(_PROCESSES)
+    for line in lines:
         print(f"mgpu run: {line}", file=sys.stderr)
     if args.explain and (not status or trace.steps):  # also after Ctrl-C, or an error late in the script
         saved = _save(trace, here, args.explain)
@@ -68,6 +71,10 @@ def run(args: argparse.Namespace) -> int:
     return status
 
 
+_PROCESSES = (
+    "note: this script wants a process per device (init_process_group), which torchrun starts; mgpu run drives all devices "
+    "from one process, and needs the script without process groups and DistributedDataParallel"
+)
 _TRAINER = "a Trainer of transformers uses all devices as mgpu_core.integrations.transformers.MultiGPUTrainer"
 
 

@@ -76,6 +76,14 @@ def test_a_trainer_of_transformers_is_told_of_ours(tmp_path):
     ]
 
 
+def test_a_script_for_several_processes_is_sent_to_torchrun(tmp_path, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    done = mgpu(tmp_path, "--ranks", "2", text="import torch.distributed as d\nd.init_process_group('gloo')")
+    assert done.returncode == 1
+    assert "environment variable RANK expected" in done.stderr
+    assert "note: this script wants a process per device (init_process_group), which torchrun" in done.stderr
+
+
 def test_a_script_that_cannot_begin_is_told_nothing_else(tmp_path):
     done = mgpu(tmp_path, "--ranks", "2", text="def (")
     assert done.returncode == 1

@@ -72,8 +72,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 _PROCESSES = (
-    "note: this script wants a process per device (init_process_group), which torchrun starts; mgpu run drives all devices "
-    "from one process, and needs the script without process groups and DistributedDataParallel"
+    "note: this script wants a process per device (init_process_group), which torchrun starts; mgpu run drives all "
+    "devices from one process, and needs the script without process groups and DistributedDataParallel"
 )
 _TRAINER = "a Trainer of transformers uses all devices as mgpu_core.integrations.transformers.MultiGPUTrainer"
 

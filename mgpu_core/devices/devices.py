@@ -13,11 +13,13 @@ from typing import TypeAlias
 
 import torch
 
+from mgpu_core.devices.plug_ins import accelerator_type, indices_of, is_one_per_process
 from mgpu_core.support.warnings import warn_user
 
 __all__ = [
     "CPU",
     "DeviceLike",
+    "accelerators",
     "as_device",
     "as_devices",
     "cpu_ranks",
@@ -30,17 +32,6 @@ __all__ = [
 DeviceLike: TypeAlias = int | str | torch.device
 
 CPU = torch.device("cpu")
-
-
-def accelerator_type() -> str:
-    """Return the device type that a bare index means: the current accelerator's, or ``cuda``."""
-    accelerator = torch.accelerator.current_accelerator()
-    return "cuda" if accelerator is None else accelerator.type
-
-
-def _count(kind: str) -> int:
-    count = getattr(getattr(torch, kind, None), "device_count", None)
-    return 0 if count is None else int(count())
 
 
 def _from_index(index: int) -> torch.device:
@@ -74,24 +65,29 @@ def as_device(device: DeviceLike) -> torch.device:
     if torch_device.type == "cpu":
         return CPU
     index = torch_device.index
-    if index is None and _count(torch_device.type):
-        index = int(getattr(torch, torch_device.type).current_device())
+    if index is None and indices_of(torch_device.type):
+        index = torch.accelerator.current_device_index()
     return _existing(torch_device.type, index, str(device))
 
 
 def _existing(kind: str, index: int | None, asked: str) -> torch.device:
-    count = _count(kind)
-    if index is None or not 0 <= index < count:  # torch.device keeps 8 bits of an index: it may be negative here
+    here = indices_of(kind)
+    if index is None or index not in here:  # torch.device keeps 8 bits of an index: it may be negative here
         if cpu_ranks() and not has_accelerator():
             return CPU
+        if here and is_one_per_process(kind):
+            raise ValueError(
+                f"device {asked} is not this process's: a process has one {kind} device, here {kind}:{here[0]}. Start "
+                f'a process for each, or let ranks share it: ["{kind}"] * 2'
+            )
         advice = "" if has_accelerator() else '; two ranks on the CPU are ["cpu"] * 2'
-        raise ValueError(f"device {asked} does not exist: torch sees {count} {kind} devices here{advice}")
+        raise ValueError(f"device {asked} does not exist: torch sees {len(here)} {kind} devices here{advice}")
     return torch.device(kind, index)
 
 
 def has_accelerator() -> bool:
     """Return whether torch sees any accelerator here."""
-    return _count(accelerator_type()) > 0
+    return torch.accelerator.device_count() > 0
 
 
 def names_accelerator(device: object) -> bool:
@@ -140,7 +136,7 @@ def local_devices() -> list[torch.device]:
     """Return this process's part of the default devices, if a launcher started several processes on the machine.
 
     ``torchrun`` tells each process which one it is, in ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE``; accelerators are dealt
-    out among them, neighbours to one process.  CPU ranks are each process's own.
+    out among them, neighbours to one process.  CPU ranks are each process's own, and so is a TPU.
 
     Raises:
         ValueError: fewer accelerators than processes; or the variables are no such numbers.
@@ -150,7 +146,7 @@ def local_devices() -> list[torch.device]:
     process = _number("LOCAL_RANK", 0)
     if process >= processes:
         raise ValueError(f"LOCAL_RANK must be less than LOCAL_WORLD_SIZE, which is {processes}, not {process}")
-    if not devices or devices[0].type == "cpu" or processes == 1:
+    if not devices or devices[0].type == "cpu" or is_one_per_process(devices[0].type) or processes == 1:
         return devices
     if len(devices) < processes:
         raise ValueError(
@@ -171,12 +167,15 @@ def _number(name: str, default: int) -> int:
 
 
 def default_devices() -> list[torch.device]:
-    """Return all devices of the current accelerator; without one, the CPU ranks of ``MGPU_CORE_CPU_RANKS``, or none.
+    """Return the accelerators that this process can use; without any, the CPU ranks of ``MGPU_CORE_CPU_RANKS``.
 
     Raises:
         ValueError: ``MGPU_CORE_CPU_RANKS`` is not a whole number of 0 or more.
     """
+    return accelerators() or [CPU] * cpu_ranks()
+
+
+def accelerators() -> list[torch.device]:
+    """Return the current accelerator's devices that this process can use."""
     kind = accelerator_type()
-    if count := _count(kind):
-        return [torch.device(kind, index) for index in range(count)]
-    return [CPU] * cpu_ranks()
+    return [torch.device(kind, index) for index in indices_of(kind)]

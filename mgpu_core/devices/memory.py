@@ -1,4 +1,4 @@
-"""Memory: tell torch when it was written through a pointer, and ask how much a device has."""
+"""Memory: tell torch when it was written through a pointer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["note_written", "total_nbytes"]
+__all__ = ["note_written"]
 
 _increment_version = torch._C._increment_version  # what torch.autograd.graph.increment_version ends in
 
@@ -21,13 +21,3 @@ def note_written(tensors: Sequence[torch.Tensor]) -> None:
         tensors = [tensor for tensor in tensors if not tensor.is_inference()]
     if tensors:
         _increment_version(tensors)
-
-
-def total_nbytes(device: torch.device) -> int | None:
-    """Return the bytes of an accelerator's memory; ``None`` where its backend does not tell, and for the CPU."""
-    if device.type == "cpu":
-        return None
-    try:
-        return int(torch.accelerator.get_memory_info(device)[1])
-    except (RuntimeError, NotImplementedError):
-        return None

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import Module
 
+from mgpu_core.devices.devices import accelerators
 from mgpu_core.pipeline.deferred import recomputing
 from mgpu_core.pipeline.layers import bytes_of, checked_shares, largest_block, layers_of, least_cut
 from mgpu_core.ranks.random import random_numbers_kept
@@ -262,9 +263,8 @@ def _identity(tensor: torch.Tensor) -> int:
 
 
 def _synchronize() -> None:
-    if torch.accelerator.is_available():
-        for index in range(torch.accelerator.device_count()):
-            torch.accelerator.synchronize(index)
+    for device in accelerators():
+        torch.accelerator.synchronize(device)
 
 
 def _joined(layers: Sequence[Part]) -> Part:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
+from mgpu_core.devices.plug_ins import numbers_of, put_numbers_back
 from mgpu_core.parallel.first_calls.shared import SharedObjects
 from mgpu_core.pipeline.visits import Border
 from mgpu_core.trees.filled import FilledContents, holds_tensor, is_fillable
@@ -49,8 +50,7 @@ class Before:
         self._root, self._of_hooks = root, SharedObjects(of_hooks=True)
         self._marks = self._of_hooks.now(root)
         self._numbers = torch.get_rng_state()
-        others = [each for each in dict.fromkeys(devices) if each.type != "cpu"]
-        self._of_devices = [(each, torch.get_device_module(each).get_rng_state(each)) for each in others]
+        self._of_devices = numbers_of(devices)
 
     def changed_of_hooks(self) -> set[str]:
         """Return which objects that hooks alone hold were changed since the last time; all micro-batches share them."""
@@ -124,5 +124,4 @@ class Before:
             for table, name, buffer, values in self._buffers:
                 table[name] = buffer.copy_(values)
         torch.set_rng_state(self._numbers)
-        for device, state in self._of_devices:
-            torch.get_device_module(device).set_rng_state(state, device)
+        put_numbers_back(self._of_devices)

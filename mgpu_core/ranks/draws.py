@@ -21,7 +21,8 @@ from typing import Any
 import torch
 
 from mgpu_core.devices import streams
-from mgpu_core.ranks.random import RankStream, current_generator, current_stream, numbers_of, rank_streams
+from mgpu_core.devices.plug_ins import numbers_of
+from mgpu_core.ranks.random import RankStream, current_generator, current_stream, rank_streams
 from mgpu_core.ranks.team import Team
 from mgpu_core.support.warnings import warn_user
 

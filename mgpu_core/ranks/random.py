@@ -15,13 +15,14 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
+from mgpu_core.devices.plug_ins import numbers_of, put_numbers_back
 from mgpu_core.support.warnings import warn_user
 
 __all__ = [
@@ -31,7 +32,6 @@ __all__ = [
     "current_stream",
     "random_numbers_kept",
     "rank_streams",
-    "numbers_of",
     "same_numbers",
 ]
 
@@ -62,17 +62,17 @@ def _first_use() -> None:
         )
 
 
-def random_numbers_kept(devices: Iterable[torch.device]) -> AbstractContextManager[None]:
-    """Return a context that puts the random state back at its end: of the CPU, and of these accelerators."""
-    accelerators = {each for each in devices if each.type not in ("cpu", "meta")}
-    kind = next((each.type for each in accelerators), "cuda")
-    return torch.random.fork_rng([each.index for each in accelerators], device_type=kind)
-
-
-def numbers_of(devices: Iterable[torch.device]) -> dict[torch.device, torch.Tensor]:
-    """Return the states of the generators of accelerators."""
-    accelerators = {each for each in devices if each.type != "cpu"}
-    return {each: torch.get_device_module(each).get_rng_state(each) for each in accelerators}
+@contextmanager
+def random_numbers_kept(devices: Iterable[torch.device]) -> Iterator[None]:
+    """Put the random state back at the end: of the CPU, and of these accelerators."""
+    accelerators = [each for each in devices if each.type != "cpu"]
+    on_cpu, states = torch.get_rng_state(), numbers_of(accelerators) if accelerators else {}
+    try:
+        yield
+    finally:
+        torch.set_rng_state(on_cpu)
+        if states:
+            put_numbers_back(states)
 
 
 @contextmanager
@@ -87,9 +87,8 @@ def same_numbers(devices: Sequence[torch.device]) -> Iterator[list[RankStream]]:
     first = devices[0]
     others = [each for each in dict.fromkeys(devices) if each.type == first.type != "cpu" and each != first]
     with random_numbers_kept(others):
-        for device in others:
-            of_kind = torch.get_device_module(device)
-            of_kind.set_rng_state(of_kind.get_rng_state(first), device)
+        if others and (states := numbers_of([first])):
+            put_numbers_back(dict.fromkeys(others, states[first]))
         yield streams
     torch.set_rng_state(streams[0].generator.get_state())
 

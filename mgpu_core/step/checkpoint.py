@@ -9,6 +9,8 @@ import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from mgpu_core.devices.devices import accelerators
+from mgpu_core.devices.plug_ins import numbers_of, put_numbers_back
 from mgpu_core.devices.tensor_checks import bytes_of, memory_of
 from mgpu_core.devices.transfer import to_device
 from mgpu_core.optim.flat_buffers import compact
@@ -25,7 +27,7 @@ def state_of(net: Module, optimizer: Optimizer) -> dict[str, Any]:
         "format": FORMAT,
         "module": compact_copy(net.state_dict()),
         "optimizer": compact_copy(optimizer.state_dict()),
-        "random": {"cpu": torch.get_rng_state(), "accelerators": _accelerator_states()},
+        "random": {"cpu": torch.get_rng_state(), "accelerators": list(numbers_of(accelerators()).values())},
     }
 
 
@@ -53,7 +55,7 @@ def load_state(state: Any, net: Module, optimizer: Optimizer) -> None:
     net.load_state_dict(state["module"])
     optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
     torch.set_rng_state(random)
-    _set_accelerator_states(state["random"]["accelerators"])
+    put_numbers_back(dict(zip(accelerators(), state["random"]["accelerators"], strict=False)))
 
 
 def check_groups(state: dict[str, Any], optimizer: Optimizer) -> None:
@@ -102,24 +104,6 @@ def _memory_key(tensor: torch.Tensor) -> Any:
     if tensor.layout is not torch.strided or not tensor.numel() or tensor.device.type == "meta":
         return object()  # no memory that can be asked for
     return tensor.device, tensor.is_conj(), tensor.is_neg(), *zip(*memory_of([tensor]), strict=True)
-
-
-def _accelerator_states() -> list[torch.Tensor]:
-    module, count = _accelerators()
-    return [module.get_rng_state(i) for i in range(count)]
-
-
-def _set_accelerator_states(states: list[torch.Tensor]) -> None:
-    module, count = _accelerators()
-    for index, state in enumerate(states[:count]):
-        module.set_rng_state(state.cpu(), index)
-
-
-def _accelerators() -> tuple[Any, int]:
-    """Return the module of the accelerators that are here, and how many of them have random states."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    module: Any = None if accelerator is None else getattr(torch, accelerator.type)
-    return module, module.device_count() if hasattr(module, "get_rng_state") else 0
 
 
 def first_difference(replicas: Replicas) -> tuple[str, int] | None:

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mgpu_core.devices.plug_ins import numbers_of
 from mgpu_core.parallel.first_calls import Call, Observer
 from mgpu_core.parallel.scatter_inputs.cut import Arguments
-from mgpu_core.ranks.random import numbers_of, random_numbers_kept
+from mgpu_core.ranks.random import random_numbers_kept
 from mgpu_core.step.joined_outputs import UnjoinedError, joined_plainly
 from mgpu_core.step.losses import Losses, RankLoss, rank_loss
 from mgpu_core.support.warnings import warn_user

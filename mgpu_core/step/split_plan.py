@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from mgpu_core.devices.memory import total_nbytes
+from mgpu_core.devices.plug_ins import total_nbytes
 from mgpu_core.parallel.scatter_inputs import check_shares
 from mgpu_core.ranks.rank_clock import RankClock
 from mgpu_core.ranks.team import Team

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
-from mgpu_core.ranks.random import RankStream, current_generator, current_stream, numbers_of, same_numbers
+from mgpu_core.devices.plug_ins import numbers_of, put_numbers_back
+from mgpu_core.ranks.random import RankStream, current_generator, current_stream, same_numbers
 from mgpu_core.ranks.run import current_lane
 from mgpu_core.support.warnings import warn_user
 from mgpu_core.tensor_parallel.meetings import decided, no_lane
@@ -111,7 +112,7 @@ class _AfterDraw:
             current_generator().set_state(self._on_cpu)
         device = _device_of_lane()
         if self._here is not None and device.type == self._device.type and device != self._device:
-            torch.get_device_module(device).set_rng_state(self._here, device)
+            put_numbers_back({device: self._here})
 
 
 def _device_of_lane() -> torch.device:

@@ -6,7 +6,7 @@ import math
 
 from torch.nn import Module
 
-from mgpu_core.devices.memory import total_nbytes
+from mgpu_core.devices.plug_ins import total_nbytes
 from mgpu_core.pipeline.balance import cut_layers, measured_layers
 from mgpu_core.support.tables import human_nbytes
 from mgpu_core.tensor_parallel.plan import read_plan, suggested_plan

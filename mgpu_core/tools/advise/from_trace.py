@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from mgpu_core.devices.plug_ins import total_nbytes
 from mgpu_core.tools.advise.batches import Batch
 from mgpu_core.tools.advise.plan import AdvicePlan
 from mgpu_core.tools.advise.shares import StepShares, shares_of, times_of
@@ -33,7 +34,7 @@ class Traced:
 
 def record_steps(plan: AdvicePlan, batch: Batch) -> Traced:
     """Warm up, measure the peak of one step, then record some."""
-    peaks = Peaks([each for each in plan.distinct_devices if each.type != "cpu"])
+    peaks = Peaks([each for each in plan.distinct_devices if total_nbytes(each) is not None])
     with closing(StepEngine(plan)) as way:
         for _ in range(way.warm_up):
             way.step(batch)

@@ -37,7 +37,7 @@ if accelerator.is_wanted():
     accelerator.register()
     if accelerator.by_the_cuda_backend():
         cuda.serve("fake")
-    torch.set_default_device("fake:0")
+    torch.set_default_device(accelerator.fakes(1)[0])
     nets.cpu = accelerator.fakes
     torch.equal = lambda one, other: _equal(one.cpu(), other.cpu())
 

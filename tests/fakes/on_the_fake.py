@@ -1,9 +1,10 @@
-"""Runs tests again on a fake accelerator: `python tests/fakes/on_the_fake.py plain|zoo|cuda [OPTION...]`.
+"""Runs tests again on a fake accelerator: `python tests/fakes/on_the_fake.py plain|zoo|cuda|tpu [OPTION...]`.
 
-Each test of the lists runs on one of the two.  The plain fake, which the torch backend serves, has those of streams,
-inference, pipelines and synchronised layers, and in a list of its own the zoo, which needs other packages.  The fake
-CUDA runtime, and with MGPU_TEST_PTX=90 the kernels' PTX, have all others.  On the CPU all of them run.  Options go to
-pytest.  The first run compiles; processes that do so at once wait for each other.
+Each test of the first three lists runs on one of two.  The plain fake, which the torch backend serves, has those of
+streams, inference, pipelines and synchronised layers, and in a list of its own the zoo, which needs other packages.
+The fake CUDA runtime, and with MGPU_TEST_PTX=90 the kernels' PTX, have all others.  On the CPU all of them run.  Some
+run once more on the plain fake with the rules of a TPU, where ranks share the one device of their process.  Options go
+to pytest.  The first run compiles; processes that do so at once wait for each other.
 """
 
 from __future__ import annotations
@@ -73,8 +74,29 @@ LISTS = {
         "step/test_trained_module.py",
         "data_parallel",
     ),
+    "tpu": (
+        "accelerator/test_mnist.py",
+        "accelerator/test_one_per_process.py",
+        "data_parallel/test_call.py",
+        "data_parallel/test_complete_replicas.py",
+        "data_parallel/test_cut_and_joined.py",
+        "data_parallel/test_equality.py",
+        "data_parallel/test_gradients.py",
+        "data_parallel/test_hooks.py",
+        "data_parallel/test_inputs.py",
+        "data_parallel/test_interface.py",
+        "data_parallel/test_modules.py",
+        "data_parallel/test_next_forward.py",
+        "data_parallel/test_parameters.py",
+        "data_parallel/test_saving.py",
+        "data_parallel/test_threads.py",
+        "data_parallel/test_torch_expectations.py",
+        "step/test_losses.py",
+        "step/test_optimizer_step.py",
+        "step/test_train_step.py",
+    ),
 }
-VARIABLE_OF = {"plain": "1", "zoo": "1", "cuda": "cuda"}  # the values of accelerator.WANTED
+VARIABLE_OF = {"plain": "1", "zoo": "1", "cuda": "cuda", "tpu": "tpu"}  # the values of accelerator.WANTED
 
 
 def fake_of(test: str) -> str:

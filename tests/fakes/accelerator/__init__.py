@@ -1,5 +1,6 @@
 """A fake accelerator, ``fake:0`` to ``fake:3``, for machines that have none: devices of host memory, compiled here.
 
+A second kind, ``tpu``, has the rules of the plug-in for TPUs (``tpu_module.py``): a process may use one of the four.
 Registering it makes it *the* accelerator of the process, for good; so the tests that use it run in a process of their
 own, which ``tests/fakes/on_the_fake.py`` starts with the variable :data:`WANTED` set.
 """
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fakes.accelerator import device_module
+from fakes.accelerator import device_module, tpu_module
 
 WANTED = "MGPU_TEST_FAKE"
 
@@ -26,7 +27,7 @@ _FOLDER = _HERE.parents[2] / "build" / f"fake_accelerator-torch-{torch.__version
 
 def is_wanted() -> bool:
     """Whether this is a process that has the fake accelerator."""
-    return os.environ.get(WANTED) in ("1", "cuda")
+    return os.environ.get(WANTED) in ("1", "cuda", "tpu")
 
 
 def by_the_cuda_backend() -> bool:
@@ -34,12 +35,18 @@ def by_the_cuda_backend() -> bool:
     return os.environ.get(WANTED) == "cuda"
 
 
+def has_tpu_rules() -> bool:
+    """Whether it is of the kind that gives a process one device, which ranks share."""
+    return os.environ.get(WANTED) == "tpu"
+
+
 def fakes(ranks: int) -> list[str]:
     """That many ranks on the fake devices, in a circle."""
-    return [f"fake:{rank % 4}" for rank in range(ranks)]
+    return ["tpu:0"] * ranks if has_tpu_rules() else [f"fake:{rank % 4}" for rank in range(ranks)]
 
 
-TEAMS = [fakes(1), fakes(2), fakes(3), fakes(8), ["fake:0", "cpu"], ["cpu", "fake:1"], ["fake:1", "fake:0", "cpu"]]
+_FIRST, _SECOND = fakes(2)
+TEAMS = [fakes(1), fakes(2), fakes(3), fakes(8), [_FIRST, "cpu"], ["cpu", _SECOND], [_SECOND, _FIRST, "cpu"]]
 
 
 def what_is_missing() -> str | None:
@@ -55,10 +62,11 @@ def what_is_missing() -> str | None:
 
 
 def register() -> None:
-    """Makes ``fake`` the accelerator of this process; compiles it where that has not been done yet."""
+    """Makes ``fake``, or ``tpu``, the accelerator of this process; compiles it where that has not been done yet."""
     device_module.built = _build()
-    torch.utils.rename_privateuse1_backend("fake")
-    torch._register_device_module("fake", device_module)
+    name, module = ("tpu", tpu_module) if has_tpu_rules() else ("fake", device_module)
+    torch.utils.rename_privateuse1_backend(name)
+    torch._register_device_module(name, module)
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
 
 

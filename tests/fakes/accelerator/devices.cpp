@@ -23,13 +23,27 @@
 namespace fake {
 namespace {
 
-thread_local c10::DeviceIndex current = 0;
+// The one device that this process may use, as a TPU's plug-in binds it; negative: it may use all of them.
+c10::DeviceIndex bound_index() {
+  const char* kind = std::getenv("MGPU_TEST_FAKE");
+  if (!kind || std::string(kind) != "tpu") return -1;
+  const char* process = std::getenv("LOCAL_RANK");
+  return process ? c10::DeviceIndex(std::atoi(process)) : 0;
+}
+
+const c10::DeviceIndex bound = bound_index();
+thread_local c10::DeviceIndex current = std::max<c10::DeviceIndex>(bound, 0);
 thread_local std::array<c10::StreamId, kDevices> streams{};  // the current one of each device; 0 is the default
 
-void make_current(c10::DeviceIndex index) {
-  TORCH_CHECK(0 <= index && index < kDevices, "fake:", int(index), " does not exist");
-  current = index;
+// The index, if it is of a device that this process may use.
+c10::DeviceIndex checked(c10::DeviceIndex index) {
+  TORCH_CHECK(0 <= index && index < kDevices, c10::Device(kType, index), " does not exist");
+  TORCH_CHECK(bound < 0 || index == bound, c10::Device(kType, index), " is not ", c10::Device(kType, bound),
+              ", which this process is bound to");
+  return index;
 }
+
+void make_current(c10::DeviceIndex index) { current = checked(index); }
 
 // A block of memory as its deleter sees it: before the first byte that is given out.
 struct alignas(64) Header {
@@ -123,7 +137,7 @@ at::Generator new_generator(c10::DeviceIndex index) {
 const at::Generator& default_generator(c10::DeviceIndex index) {
   static const std::array<at::Generator, kDevices> all{new_generator(0), new_generator(1), new_generator(2),
                                                        new_generator(3)};
-  return all.at(index < 0 ? current : index);
+  return all.at(index < 0 ? current : checked(index));
 }
 
 // For C++: what the guards that surround every kernel and every autograd node do.
@@ -133,7 +147,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Device getDevice() const override { return meant(); }
   void setDevice(c10::Device device) const override { make_current(device.index()); }
   void uncheckedSetDevice(c10::Device device) const noexcept override {
-    if (device.has_index()) current = device.index();
+    if (device.has_index() && bound < 0) current = device.index();
   }
   c10::Device exchangeDevice(c10::Device device) const override {
     const c10::Device before = meant();

@@ -4,6 +4,8 @@
 // operation on two devices is an error; each device has a current stream and a random generator of its own; a copy to
 // the host that does not block leaves garbage there until somebody waits for the device that it comes from.
 //
+// Where MGPU_TEST_FAKE is `tpu`, a process may use one of the four, as a TPU's plug-in has it: that of its LOCAL_RANK.
+//
 // devices.cpp is what torch asks of a device; kernels.cpp and fallback.cpp are what it asks of a tensor.  Here is what
 // they share.
 #pragma once

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from importlib.resources import files
 from itertools import accumulate
 from pathlib import Path
@@ -24,7 +25,7 @@ from mgpu_core.tools.explain.tables import (
     seconds_of,
 )
 from mgpu_core.tools.explain.timeline import timelines_of
-from mgpu_core.trace.events import ALL_RANKS
+from mgpu_core.trace.events import ALL_RANKS, Span
 
 __all__ = ["page_data", "page_of", "write_page"]
 
@@ -127,9 +128,15 @@ def _lanes(step: Step) -> list[dict[str, Any]]:
     team = [span for span in rows_of(step.spans) if span.rank == ALL_RANKS]
     bars = [_bar(step, each.step, each.bucket, each.host_begin_ns, each.host_end_ns) for each in team]
     lanes = [{"name": "host", "bars": bars}]
+    of_threads: dict[int, list[Span]] = {}
+    for span in step.spans:
+        of_threads.setdefault(span.thread, []).append(span)
     for rank, device in enumerate(step.devices):
         rank_spans = [span for span in step.spans if span.rank == rank]
         bars = [_bar(step, each.step, each.bucket, each.begin_ns, each.end_ns) for each in rank_spans]
+        for bar, span in zip(bars, rank_spans, strict=True):
+            if _is_in_turns(span, of_threads[span.thread]):
+                bar["turns"] = 1
         kind = "stage" if step.schedules else "rank"
         lanes.append({"name": f"{kind} {rank} ({device or 'not seen'})", "bars": bars})
     calls = [
@@ -138,6 +145,14 @@ def _lanes(step: Step) -> list[dict[str, Any]]:
         for times in call.times.values()
     ]
     return [*lanes, {"name": "collectives", "bars": calls}]
+
+
+def _is_in_turns(span: Span, of_thread: Sequence[Span]) -> bool:
+    """Return whether a span of a rank has host time that lies beside that of other ranks, in its thread."""
+    return span.device in ("", "cpu") and any(
+        other.rank not in (span.rank, ALL_RANKS) and other.begin_ns < span.end_ns and span.begin_ns < other.end_ns
+        for other in of_thread
+    )
 
 
 def _bar(step: Step, name: str, bucket: int, begin_ns: int, end_ns: int) -> dict[str, Any]:

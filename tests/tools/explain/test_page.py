@@ -223,3 +223,22 @@ def test_an_all_gather_knows_its_parts(tmp_path, ranks):
         (rank, rank * 8, ranks * 8) for rank in range(ranks)
     }
     assert {arrow["to"][0] for arrow in arrows} == set(range(ranks))
+
+
+def test_bars_that_took_turns_in_one_thread_are_told_apart():
+    """A DataParallel's backward over CPU ranks runs in the caller's thread; the ranks of a step have threads."""
+    net, x = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2)), torch.ones(6, 4)
+    model = mgpu_core.DataParallel(net, ["cpu"] * 3)
+    model(x).sum().backward()
+    with mgpu_core.explain() as trace:
+        model(x).sum().backward()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    step = mgpu_core.TrainStep(net, functional.mse_loss, optimizer, ["cpu"] * 3, workers="threads")
+    step(x, torch.ones(6, 2))
+    with mgpu_core.explain() as threads:
+        step(x, torch.ones(6, 2))
+    for recorded, expected in ((trace, {"backward"}), (threads, set())):
+        lanes = page.page_data(recorded)["steps"][0]["lanes"]
+        bars = [bar for lane in lanes if lane["name"].startswith("rank") for bar in lane["bars"]]
+        assert {bar["name"] for bar in bars if bar.get("turns")} == expected
+        assert {bar["name"] for bar in bars} > expected

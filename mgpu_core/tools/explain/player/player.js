@@ -312,6 +312,7 @@ function drawTimeline() {
   holder.replaceChildren();
   const svg = draw(holder, "svg", {viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": `Timeline of ${time(step.us)}: ${step.lanes.map((lane) => `${lane.name}, ${many(lane.bars.length, "bar")}`).join("; ")}`});
   const staged = step.pipelines.length > 0;
+  find("turns").hidden = !step.lanes.some((lane) => lane.bars.some((bar) => bar.turns));
   if (staged) hatch(svg);
   step.lanes.forEach((lane, index) => {
     const y = index * row;
@@ -319,7 +320,7 @@ function drawTimeline() {
     label(svg, 0, y + 20, width < 600 ? lane.name.split(" (")[0] : lane.name, left - 8);
     const rank = /^(?:rank|stage) (\d+)/.exec(lane.name);
     lane.bars.forEach((bar) => {
-      const about = `${bar.name}${bar.bucket >= 0 ? `, ${staged ? "micro-batch" : "bucket"} ${bar.bucket}` : ""}: ${time(bar.end - bar.begin)}, from ${time(bar.begin)}`;
+      const about = `${bar.name}${bar.bucket >= 0 ? `, ${staged ? "micro-batch" : "bucket"} ${bar.bucket}` : ""}: ${time(bar.end - bar.begin)}, from ${time(bar.begin)}${bar.turns ? ", in turns with other ranks, in one thread" : ""}`;
       const x = left + bar.begin * scale, wide = Math.max(1.5, (bar.end - bar.begin) * scale);
       if (staged && rank) {
         block(svg, x, y + 4, wide, row - 8, bar.name, bar.bucket, about);
@@ -327,6 +328,7 @@ function drawTimeline() {
       }
       const fade = {forward: 100, loss: 55, backward: 75}[bar.name] || 70, base = rank ? colour(Number(rank[1])) : "var(--accent)";
       const made = box(svg, x, y + 4, wide, row - 8, `color-mix(in srgb, ${base} ${fade}%, var(--box))`, about);
+      made.classList.toggle("turns", Boolean(bar.turns));
       if (staged) return;
       made.classList.add("hit");
       made.addEventListener("click", () => go(sceneNear(bar)));

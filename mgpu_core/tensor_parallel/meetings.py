@@ -126,7 +126,7 @@ class Joint:
         return result
 
 
-CHANGED = ("forward", "out_features", "in_features", "num_embeddings", "padding_idx")
+CHANGED = ("forward", "out_features", "in_features", "nf", "num_embeddings", "padding_idx")
 """The attributes of a layer that are others in a rank's copy."""
 
 
@@ -164,7 +164,8 @@ def cut_layer(layer: Module, name: str, word: str, rank: int, counts: Sequence[i
         counts: the sizes of all ranks' parts.
     """
     begin, end = sum(counts[:rank]), sum(counts[: rank + 1])
-    inner, table = _own_forward(layer), layer._parameters
+    inner, is_linear = _own_forward(layer), not hasattr(layer, "nf")
+    table: dict[str, Any] = layer._parameters
     joint = Joint(name, joint_columns if word == "column_gathered" else joint_sum)
 
     def joined(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -172,6 +173,8 @@ def cut_layer(layer: Module, name: str, word: str, rank: int, counts: Sequence[i
 
     def of_rows(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: A002 (torch's name)
         bias, table["bias"] = table["bias"], None  # it is added once
+        if bias is not None and not is_linear:  # which takes none
+            table["bias"] = torch.zeros_like(bias)
         try:
             total = joined(input if word == "row" else input[..., begin:end], *args, **kwargs)
         finally:
@@ -185,7 +188,8 @@ def cut_layer(layer: Module, name: str, word: str, rank: int, counts: Sequence[i
 
     attributes: dict[str, Any] = {}
     if word in ("column", "packed_column", "column_gathered"):
-        attributes = {"out_features": layer.get_parameter("weight").shape[0]}
+        weight = layer.get_parameter("weight")
+        attributes = {"out_features": weight.shape[0]} if is_linear else {"nf": weight.shape[1]}
     elif word in ("row", "rowwise_split_input"):
         attributes = {"in_features": end - begin, "forward": of_rows}
     elif word == "vocab":

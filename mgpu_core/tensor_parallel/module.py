@@ -104,7 +104,7 @@ class TensorParallel(Module):
         device_ids: one device per rank, as for :class:`mgpu_core.DataParallel`.
         plan: from names of layers or Parameters, where ``*`` is one part between dots, to ``column``, ``row``,
             ``column_gathered``, ``vocab``, ``packed_column``, or the words of transformers; ``None``: the plan that the
-            module brings (``tp_plan`` of the models of transformers).
+            module brings (``tp_plan`` of the models of transformers), or that of its family, of those without one.
         weights, rename: as for :func:`mgpu_core.place`; each part reads its slice of the file.
 
     Raises:

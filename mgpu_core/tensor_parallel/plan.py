@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import Module
 
 from mgpu_core.parallel.scatter_inputs import row_counts
+from mgpu_core.tensor_parallel.families import HEAD_COUNTS, family_plan, heads_of
 
 __all__ = ["WeightCut", "ShardPlan", "read_plan", "suggested_plan"]
 
@@ -44,13 +45,6 @@ _OF_PARAMETERS = {"column": -2, "packed_column": -2, "row": -1}
 _PACKED = 2  # gate and up lie one behind the other, and each is cut
 _WRAPPERS = re.compile(r"^(?:base_model\.model\.|module\.|_orig_mod\.)+|\.(?:base_layer|_orig_mod)(?=\.|$)")
 """What PEFT, torch's wrappers and its compiler add to the names of a module."""
-
-_HEAD_SIZES = ("head_dim", "attention_head_size")  # attributes of attention modules
-_HEAD_COUNTS = (
-    *("heads", "num_heads", "n_heads", "n_head", "nhead", "num_attention_heads"),
-    *("kv_heads", "num_kv_heads", "n_kv_heads", "num_key_value_heads"),
-)
-"""Attributes of attention modules that say how many heads their layers have: each rank has its part of them."""
 
 _SHOWN = 5
 
@@ -103,17 +97,17 @@ def read_plan(net: Module, given: Mapping[str, str] | None, ranks: int) -> Shard
 
     Args:
         net: the module.
-        given: from names of modules or Parameters to words; ``None``: the attribute ``tp_plan`` of the module.
+        given: from names of modules or Parameters to words; ``None``: the attribute ``tp_plan`` of the module, or else
+            that of its family.
         ranks: how many there are.
 
     Raises:
         ValueError: no plan; a word that is not understood; a name that matches nothing; a layer that cannot be cut in
             that way, or has fewer features or heads than ranks.
     """
-    module_plan = getattr(net, "tp_plan", None)
-    if given is None and not (isinstance(module_plan, Mapping) and module_plan):
-        raise ValueError(f"{type(net).__name__} has no plan of its own: {_example(net)}")
-    plan: Mapping[str, str] = module_plan if given is None else given  # type: ignore[assignment]
+    plan: Any = getattr(net, "tp_plan", None) if given is None else given
+    if given is None and not (isinstance(plan, Mapping) and plan) and not (plan := family_plan(net, ranks)):
+        raise ValueError(f"{type(net).__name__} has no plan of its own: {_example(net, ranks)}")
     reader = _Reader(net, ranks)
     nothing = [pattern for pattern, word in plan.items() if not reader.take(pattern, word)]
     if nothing and given is not None:
@@ -173,9 +167,15 @@ class _Reader:
             return
         kind = nn.Embedding if word == "vocab" else nn.Linear
         weight = getattr(layer, "weight", None)
-        if not isinstance(layer, kind) or not isinstance(weight, torch.Tensor) or not weight.is_floating_point():
+        is_transposed = kind is nn.Linear and _is_transposed(layer)
+        if (
+            not (is_transposed or isinstance(layer, kind))
+            or not isinstance(weight, torch.Tensor)
+            or not weight.is_floating_point()
+        ):
             raise ValueError(f"{name} is a {type(layer).__name__}, and {word!r} is for an nn.{kind.__name__}")
-        if word in ("row", "rowwise_split_input") and type(layer).forward is not nn.Linear.forward:
+        is_known = is_transposed or type(layer).forward is nn.Linear.forward
+        if word in ("row", "rowwise_split_input") and not is_known:
             raise ValueError(
                 f"{name} is a {type(layer).__name__}, of whose own forward {word!r} parts cannot be summed"
             )
@@ -183,7 +183,8 @@ class _Reader:
             if getattr(layer, option) not in (None, False):
                 raise ValueError(f"{name} is an embedding with {option}, which cannot be cut over ranks")
         self.layers[name] = word
-        self._cut(f"{name}.weight", 0 if word == "vocab" else _OF_LINEAR[word], _PACKED if "packed" in word else 1)
+        dim = 0 if word == "vocab" else _OF_LINEAR[word]
+        self._cut(f"{name}.weight", 1 - dim if is_transposed else dim, _PACKED if "packed" in word else 1)
         if getattr(layer, "bias", None) is not None and _OF_LINEAR.get(word) == 0:
             self._cut(f"{name}.bias", 0, _PACKED if "packed" in word else 1)
         self._take_adapter(name, word)
@@ -233,10 +234,7 @@ class _Reader:
         for name, word in self.layers.items():
             if word != "column":
                 continue
-            layer: Any = self._modules[name]
-            around = self._around(name)
-            size = next((found for each in _HEAD_SIZES if isinstance(found := getattr(around, each, None), int)), None)
-            heads = None if size is None or layer.out_features % size else layer.out_features // size
+            heads = heads_of(self._modules[name], self._around(name))
             if heads is not None and heads % self._ranks:
                 raise ValueError(
                     f"{name} has {heads} heads, which cannot be divided among {self._ranks} ranks: use as many ranks "
@@ -249,7 +247,7 @@ class _Reader:
         for name, word in self.layers.items():
             if word == "column":
                 around = self._around(name)
-                counts = {each: vars(around).get(each) for each in _HEAD_COUNTS}
+                counts = {each: vars(around).get(each) for each in HEAD_COUNTS}
                 whole = {each: n for each, n in counts.items() if type(n) is int and n and n % self._ranks == 0}
                 if whole:
                     heads[self._first[id(around)]] = whole
@@ -266,7 +264,12 @@ class _Reader:
         return around
 
 
-def suggested_plan(net: Module) -> dict[str, str]:
+def _is_transposed(layer: Module) -> bool:
+    """Return whether a layer is transformers' Conv1D, a linear layer whose weight is (inputs, outputs)."""
+    return type(layer).__name__ == "Conv1D" and type(layer).__module__ == "transformers.pytorch_utils"
+
+
+def suggested_plan(net: Module, ranks: int = 2) -> dict[str, str]:
     """Return a plan for the linear layers of a module, which is right for each.
 
     A column and a row are two layers of a Sequential with activations between them, or the two or three of a module
@@ -276,6 +279,7 @@ def suggested_plan(net: Module) -> dict[str, str]:
     plan: dict[str, str] = {}
     for path, around in net.named_modules():
         linears = {name: each for name, each in around.named_children() if type(each) is nn.Linear}
+        linears = {name: each for name, each in linears.items() if each.out_features >= ranks}
         names = {name: each for name, each in linears.items() if not _reads_weight(around, name)}
         for name in names:
             pattern = re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", f"{path}.{name}".strip("."))
@@ -322,13 +326,17 @@ def _keeps_features_apart(layer: Module) -> bool:
     return is_empty and re.search("norm|soft(max|min)|pool|flatten|glu", type(layer).__name__, re.IGNORECASE) is None
 
 
-def _example(net: Module) -> str:
+def _example(net: Module, ranks: int) -> str:
     """Return the advice for a module without a plan."""
     for name, child in net.named_children():
-        if isinstance(getattr(child, "tp_plan", None), Mapping):
+        if getattr(child, "tp_plan", None):
             return f"that of its {name} cuts {name} alone: {type(net).__name__}(TensorParallel(...))"
-    plan = dict(list(suggested_plan(net).items())[:_SHOWN])
-    return f"pass plan=, such as {plan or {'layer': 'column'}}"
+    plan = dict(list(suggested_plan(net, ranks).items())[:_SHOWN])
+    return (
+        f"pass plan=, such as {plan}"
+        if plan
+        else "and no linear layers to cut: Pipeline and place() cut between layers"
+    )
 
 
 def _listed(names: list[str]) -> str:

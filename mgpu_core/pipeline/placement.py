@@ -315,7 +315,8 @@ class Placement:
             is_last = len(self._called.stages.get(name, ())) == 1 and after > part
             Border(self, name, layer, part, after if is_last else None, is_wrapped=is_wrapped)
         self._contents, self.is_active = _contents_of(root), True
-        self.parts[:] = self._parts_of(root)
+        if (parts := list(self._parts_of(root))) != self.parts:  # which calls that are watched must not seem to change
+            self.parts[:] = parts
 
     def _parts_of(self, root: Module) -> Iterator[PlacedPart]:
         tensors = {id(tensor): tensor for _, tensor in _named_tensors(root)}.values()

@@ -6,7 +6,7 @@ count, clamp weights).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -49,15 +49,19 @@ class LeftOverStep:
 
     def note(self) -> None:
         """Note the gradients of an update that was made."""
-        self._versions = [each._version for each in self.spent if each is not None]
+        self._versions = [0 if each is None else each._version for each in self.spent]
 
-    def check(self) -> None:
-        """Warn if somebody has changed them since."""
-        if not self._versions:
+    def check(self, now: Iterable[torch.Tensor | None]) -> None:
+        """Warn if somebody has changed those of them that the parameters still have, which are their ``grad`` now."""
+        versions, self._versions = self._versions, []
+        if not versions:
             return
-        gradients = [each for each in self.spent if each is not None]
-        pairs, self._versions, self.watched = zip(gradients, self._versions, strict=True), [], self.watched - 1
-        changed = [gradient for gradient, version in pairs if gradient._version != version]
+        self.watched -= 1
+        changed = [
+            spent
+            for spent, grad, version in zip(self.spent, now, versions, strict=True)
+            if spent is not None and spent is grad and spent._version != version
+        ]
         if any(bool(each.any()) for each in changed):  # zero_grad(set_to_none=False) does no harm
             self.watched = 0
             warn_user(

@@ -127,7 +127,7 @@ class Update:
             self.open_window(options.reduction, options.accumulate)
             left_over = self.optimizer_step.left_over
             if left_over.watched:
-                left_over.check()
+                left_over.check(map(_grad_of, self.replicas.own))
             del left_over.spent[:]
             self._buffers.take()
         return self.window

@@ -191,19 +191,14 @@ def test_parameters_that_have_no_gradients(ranks):
 
 
 def test_a_state_holds_the_random_numbers_of_all_accelerators(monkeypatch):
-    states = {0: torch.tensor([5]), 1: torch.tensor([6])}
-
-    class Two:
-        get_rng_state = staticmethod(states.get)
-
-        @classmethod
-        def set_rng_state(cls, state, index):
-            states[index] = state
-
-    monkeypatch.setattr(checkpoint, "_accelerators", lambda: (Two, 2))
+    gpus = [torch.device("cuda", index) for index in range(2)]
+    states = dict(zip(gpus, torch.tensor([[5], [6]]), strict=True))
+    monkeypatch.setattr(checkpoint, "accelerators", lambda: gpus)
+    monkeypatch.setattr(checkpoint, "numbers_of", lambda devices: {gpu: states[gpu] for gpu in devices})
+    monkeypatch.setattr(checkpoint, "put_numbers_back", states.update)
     net = Linear()
     step = TrainStep(net, mse, SGD(net.parameters(), lr=0.1), cpu(2))
     kept = step.state_dict()
-    states.update({0: None, 1: None})
+    states.update(dict.fromkeys(gpus, None))
     step.load_state_dict(kept)
-    assert states == {0: torch.tensor([5]), 1: torch.tensor([6])}
+    assert [state.tolist() for state in states.values()] == [[5], [6]]

@@ -79,7 +79,7 @@ def test_options_before_and_after_the_script(script, planned, capsys):
 
 def test_ranks_before_the_script_are_cpu_ranks_for_which_gpus_are_the_cpu(script, planned, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    monkeypatch.setattr("mgpu_core.devices.devices._count", lambda kind: 0)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
     text = SCRIPT + "net = net.to('cuda:3')\nimport os\nassert os.environ['CUDA_VISIBLE_DEVICES'] == ''\n"
     assert main(["advise", "--ranks", "4", script(text)]) == 0
     (plan,) = planned

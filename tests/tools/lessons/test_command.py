@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from mgpu_core.tools.lessons import catalogue, find_lesson, find_lessons
 from mgpu_core.tools.lessons.answers import asked_for
@@ -58,7 +59,7 @@ def test_unknown_number_is_told_in_a_line(mgpu, word):
 def test_ranks_are_cpu_ranks(mgpu, monkeypatch):
     variables = []
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    monkeypatch.setattr("mgpu_core.devices.devices._count", lambda kind: 0)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
     run = "mgpu_core.tools.lessons.command.run_lesson"
     monkeypatch.setattr(run, lambda *_: variables.append(dict(os.environ)) or True)
     assert mgpu("run", 8, "--ranks", 3)[0] == 0

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from mgpu_core.tools.mnist import Digits, Split, load
 
@@ -44,9 +45,9 @@ def folder(tmp_path: Path, builtin: Digits, idx: Callable[..., bytes]) -> Path:
 
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mgpu_core.devices.devices._count", lambda kind: 0)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
 
 
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mgpu_core.devices.devices._count", lambda kind: 2 if kind == "cuda" else 0)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)

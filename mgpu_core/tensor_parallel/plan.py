@@ -107,7 +107,7 @@ def read_plan(net: Module, given: Mapping[str, str] | None, ranks: int) -> Shard
     """
     plan: Any = getattr(net, "tp_plan", None) if given is None else given
     if given is None and not (isinstance(plan, Mapping) and plan) and not (plan := family_plan(net, ranks)):
-        raise ValueError(f"{type(net).__name__} has no plan of its own: {_example(net, ranks)}")
+        raise ValueError(f"{type(net).__name__} has no plan of its own{_example(net, ranks)}")
     reader = _Reader(net, ranks)
     nothing = [pattern for pattern, word in plan.items() if not reader.take(pattern, word)]
     if nothing and given is not None:
@@ -330,13 +330,9 @@ def _example(net: Module, ranks: int) -> str:
     """Return the advice for a module without a plan."""
     for name, child in net.named_children():
         if getattr(child, "tp_plan", None):
-            return f"that of its {name} cuts {name} alone: {type(net).__name__}(TensorParallel(...))"
+            return f": that of its {name} cuts {name} alone: {type(net).__name__}(TensorParallel(...))"
     plan = dict(list(suggested_plan(net, ranks).items())[:_SHOWN])
-    return (
-        f"pass plan=, such as {plan}"
-        if plan
-        else "and no linear layers to cut: Pipeline and place() cut between layers"
-    )
+    return f": pass plan=, such as {plan}" if plan else ", and no linear layers to cut: use Pipeline or place()"
 
 
 def _listed(names: list[str]) -> str:

@@ -98,7 +98,8 @@ def test_the_guides_have_code():
 
 
 @pytest.mark.parametrize("index", range(len(BLOCKS)))
-def test_block_of_a_guide_runs(index):
+def test_block_of_a_guide_runs(index, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # one saves a file
     name, source = BLOCKS[index]
     line = GUIDES[name][: GUIDES[name].index(source)].count("\n")
     exec(compile("\n" * line + source, str(DOCS / name), "exec"), {"__name__": f"block_{index}"})

@@ -50,7 +50,7 @@ class _Prompts(NamedTuple):
     Attributes:
         ids, mask: ``(rows, tokens)``.
         limits: of new tokens.
-        streams: get the tokens; ``None``: nobody does.
+        streams: of the rows that have a streamer; ``None``: of the others.
     """
 
     ids: torch.Tensor
@@ -132,7 +132,7 @@ class Generation(ServingModule):
         return _Prompts(ids, mask, limits, Rows([stream] * len(ids))), {**options, "answers": answers}
 
     def bucket_by(self, *prompts: Any, **options: Any) -> Hashable:
-        """Return the width of the batches that a request can be in; an object of its own for one that is alone."""
+        """Return the width of the batches that a request can be in; a new object for one that is answered alone."""
         if not prompts or self._sees_others:
             return object()
         width: int = prompts[0].size(1)
@@ -193,13 +193,13 @@ class Generation(ServingModule):
             return self.model.generate(*alone[0], **alone[1]), False, None
         batch = _Prompts(*prompts)
         reason = self._difference(batch, options) if checks else None
-        width = batch.ids.size(1) + int(batch.limits.max())
-        fits = self._has_encoder or self._context is None or width <= self._context
+        most = int(batch.limits.max())
+        fits = self._has_encoder or self._context is None or batch.ids.size(1) + most <= self._context
         if is_joined and (reason is not None or not fits):
             return self._by_row(batch, options), checks, reason
-        return self._texts(batch, options, is_joined=is_joined), checks, None
+        return self._texts(batch, options, most, is_joined=is_joined), checks, None
 
-    def _texts(self, batch: _Prompts, options: dict[str, Any], *, is_joined: bool) -> Any:
+    def _texts(self, batch: _Prompts, options: dict[str, Any], most: int, *, is_joined: bool) -> Any:
         known, limits = self._known(options), batch.limits
         if any(batch.streams):
             before = torch.zeros_like(limits) if self._has_encoder else batch.mask.argmax(1)
@@ -209,7 +209,6 @@ class Generation(ServingModule):
             ends = _OwnLimits(limits + (1 if self._has_encoder else batch.ids.size(1)))
             stopping = require("transformers", "Generation").StoppingCriteriaList([ends])
             options = {"pad_token_id": _padding(known), **options, "stopping_criteria": stopping}
-        most = int(limits.max())
         return self.model.generate(input_ids=batch.ids, attention_mask=batch.mask, max_new_tokens=most, **options)
 
     def _by_row(self, batch: _Prompts, options: dict[str, Any]) -> torch.Tensor:
@@ -217,7 +216,7 @@ class Generation(ServingModule):
         texts = []
         for row, ids in enumerate(batch.ids):
             prompt = _prompt(batch, row)
-            text = self._texts(prompt, options, is_joined=False)[0]
+            text = self._texts(prompt, options, int(prompt.limits), is_joined=False)[0]
             texts.append(text if self._has_encoder else torch.cat([ids, text[prompt.ids.size(1) :]]))
         padding = float(_padding(self._known(options)))
         return torch.nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=padding)
@@ -286,7 +285,7 @@ class Generation(ServingModule):
         return pad(rows, (0, missing) if self._has_encoder else (missing, 0), value=value)
 
     def _as_asked(self, texts: torch.Tensor, ids: torch.Tensor, counts: torch.Tensor | None, answers: str) -> Any:
-        """Return ids, or the texts behind the prompts; ``counts`` of new tokens, ``None``: all."""
+        """Return ids, or the texts after the prompts, up to so many new tokens; ``None``: all of them."""
         if answers == "ids":
             return texts
         width = 1 if self._has_encoder else ids.size(1)

@@ -52,7 +52,7 @@ class LeftOverStep:
         self._versions = [0 if each is None else each._version for each in self.spent]
 
     def check(self, now: Iterable[torch.Tensor | None]) -> None:
-        """Warn if somebody has changed those of them that the parameters still have, which are their ``grad`` now."""
+        """Warn if a gradient was changed that is still its parameter's; ``now``: those of all parameters."""
         versions, self._versions = self._versions, []
         if not versions:
             return

@@ -28,6 +28,7 @@ from mgpu_core.devices.transfer import to_device
 from mgpu_core.errors import Error
 from mgpu_core.ranks.context import checkpoint_closure
 from mgpu_core.ranks.run import Run, current_lane
+from mgpu_core.tensor_parallel.plan import is_transposed
 from mgpu_core.trace import tracer
 from mgpu_core.trace.events import ALL_RANKS
 from mgpu_core.trace.tracer import mark, span
@@ -164,7 +165,7 @@ def cut_layer(layer: Module, name: str, word: str, rank: int, counts: Sequence[i
         counts: the sizes of all ranks' parts.
     """
     begin, end = sum(counts[:rank]), sum(counts[: rank + 1])
-    inner, is_linear = _own_forward(layer), not hasattr(layer, "nf")
+    inner, transposed = _own_forward(layer), is_transposed(layer)
     table: dict[str, Any] = layer._parameters
     joint = Joint(name, joint_columns if word == "column_gathered" else joint_sum)
 
@@ -173,7 +174,7 @@ def cut_layer(layer: Module, name: str, word: str, rank: int, counts: Sequence[i
 
     def of_rows(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: A002 (torch's name)
         bias, table["bias"] = table["bias"], None  # it is added once
-        if bias is not None and not is_linear:  # which takes none
+        if bias is not None and transposed:  # which takes none
             table["bias"] = torch.zeros_like(bias)
         try:
             total = joined(input if word == "row" else input[..., begin:end], *args, **kwargs)
@@ -189,7 +190,7 @@ def cut_layer(layer: Module, name: str, word: str, rank: int, counts: Sequence[i
     attributes: dict[str, Any] = {}
     if word in ("column", "packed_column", "column_gathered"):
         weight = layer.get_parameter("weight")
-        attributes = {"out_features": weight.shape[0]} if is_linear else {"nf": weight.shape[1]}
+        attributes = {"nf": weight.shape[1]} if transposed else {"out_features": weight.shape[0]}
     elif word in ("row", "rowwise_split_input"):
         attributes = {"in_features": end - begin, "forward": of_rows}
     elif word == "vocab":

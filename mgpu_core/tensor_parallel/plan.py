@@ -18,7 +18,7 @@ from torch.nn import Module
 from mgpu_core.parallel.scatter_inputs import row_counts
 from mgpu_core.tensor_parallel.families import HEAD_COUNTS, family_plan, heads_of
 
-__all__ = ["WeightCut", "ShardPlan", "read_plan", "suggested_plan"]
+__all__ = ["ShardPlan", "WeightCut", "is_transposed", "read_plan", "suggested_plan"]
 
 _WORDS = {
     "column": "column",
@@ -105,8 +105,8 @@ def read_plan(net: Module, given: Mapping[str, str] | None, ranks: int) -> Shard
         ValueError: no plan; a word that is not understood; a name that matches nothing; a layer that cannot be cut in
             that way, or has fewer features or heads than ranks.
     """
-    plan: Any = getattr(net, "tp_plan", None) if given is None else given
-    if given is None and not (isinstance(plan, Mapping) and plan) and not (plan := family_plan(net, ranks)):
+    plan = (_own_plan(net) or family_plan(net, ranks)) if given is None else given
+    if given is None and not plan:
         raise ValueError(f"{type(net).__name__} has no plan of its own{_example(net, ranks)}")
     reader = _Reader(net, ranks)
     nothing = [pattern for pattern, word in plan.items() if not reader.take(pattern, word)]
@@ -167,14 +167,14 @@ class _Reader:
             return
         kind = nn.Embedding if word == "vocab" else nn.Linear
         weight = getattr(layer, "weight", None)
-        is_transposed = kind is nn.Linear and _is_transposed(layer)
+        transposed = kind is nn.Linear and is_transposed(layer)
         if (
-            not (is_transposed or isinstance(layer, kind))
+            not (transposed or isinstance(layer, kind))
             or not isinstance(weight, torch.Tensor)
             or not weight.is_floating_point()
         ):
             raise ValueError(f"{name} is a {type(layer).__name__}, and {word!r} is for an nn.{kind.__name__}")
-        is_known = is_transposed or type(layer).forward is nn.Linear.forward
+        is_known = transposed or type(layer).forward is nn.Linear.forward
         if word in ("row", "rowwise_split_input") and not is_known:
             raise ValueError(
                 f"{name} is a {type(layer).__name__}, of whose own forward {word!r} parts cannot be summed"
@@ -184,7 +184,7 @@ class _Reader:
                 raise ValueError(f"{name} is an embedding with {option}, which cannot be cut over ranks")
         self.layers[name] = word
         dim = 0 if word == "vocab" else _OF_LINEAR[word]
-        self._cut(f"{name}.weight", 1 - dim if is_transposed else dim, _PACKED if "packed" in word else 1)
+        self._cut(f"{name}.weight", 1 - dim if transposed else dim, _PACKED if "packed" in word else 1)
         if getattr(layer, "bias", None) is not None and _OF_LINEAR.get(word) == 0:
             self._cut(f"{name}.bias", 0, _PACKED if "packed" in word else 1)
         self._take_adapter(name, word)
@@ -264,9 +264,15 @@ class _Reader:
         return around
 
 
-def _is_transposed(layer: Module) -> bool:
+def is_transposed(layer: Module) -> bool:
     """Return whether a layer is transformers' Conv1D, a linear layer whose weight is (inputs, outputs)."""
     return type(layer).__name__ == "Conv1D" and type(layer).__module__ == "transformers.pytorch_utils"
+
+
+def _own_plan(module: Module) -> Mapping[str, str]:
+    """Return the plan that a module brings; empty where it brings none."""
+    plan = getattr(module, "tp_plan", None)
+    return plan if isinstance(plan, Mapping) else {}
 
 
 def suggested_plan(net: Module, ranks: int = 2) -> dict[str, str]:
@@ -329,7 +335,7 @@ def _keeps_features_apart(layer: Module) -> bool:
 def _example(net: Module, ranks: int) -> str:
     """Return the advice for a module without a plan."""
     for name, child in net.named_children():
-        if getattr(child, "tp_plan", None):
+        if _own_plan(child):
             return f": that of its {name} cuts {name} alone: {type(net).__name__}(TensorParallel(...))"
     plan = dict(list(suggested_plan(net, ranks).items())[:_SHOWN])
     return f": pass plan=, such as {plan}" if plan else ", and no linear layers to cut: use Pipeline or place()"

@@ -54,10 +54,9 @@ def _like(optimizer: Optimizer, trained: list[Parameter], parameters: list[Param
 
 
 def remade(optimizer: Optimizer | None, net: Module) -> tuple[MakeOptimizer | None, str]:
-    """Return a maker of optimizers like this one, for copies of the net, and the name of their class.
+    """Return a function that makes such an optimizer for a copy of the net, and the name of its class.
 
-    ``None`` where there is none, or where its class takes more than its groups, or its step a closure; the name is
-    followed by the reason.
+    ``None``, and the reason instead of the name, where no optimizer made a step, or another of its class cannot.
     """
     if optimizer is None:
         return None, "SGD, since none made a step"

@@ -36,7 +36,7 @@ from mgpu_core.devices.time_limits import time_limit
 from mgpu_core.devices.transfer import hand_over
 from mgpu_core.pipeline.before import Before
 from mgpu_core.pipeline.borders import Crossing
-from mgpu_core.pipeline.placement import Called, Placement
+from mgpu_core.pipeline.placement import Called, Placement, tell_parts
 from mgpu_core.pipeline.schedules import BACKWARD, FORWARD, Action
 from mgpu_core.pipeline.visits import Border, Visit, tensors_among
 from mgpu_core.ranks.context import CallerContext, checkpoint_frame
@@ -280,10 +280,11 @@ class PipelineRun:
 
     @when_tracing
     def _trace(self) -> None:
-        """Tell a recording of the plan, and of the bytes that crossed each border."""
+        """Tell a recording of the plan, of the bytes that crossed each border, and where the layers are."""
         actions, workers = tuple(self._actions), tuple(self.workers)
         borders = tuple((*border, there, back) for border, (there, back) in sorted(self.crossed.items()))
         emit(lambda host_ns, thread: Schedule(actions, workers, borders, host_ns, thread))
+        tell_parts(self.placement, self._root)
 
     def stop(self, seconds: float) -> bool:
         """Let no turn begin any more; return whether all lanes have ended in that time."""

@@ -17,8 +17,10 @@ from torch.nn import Module
 from mgpu_core.devices.devices import DeviceLike, as_devices
 from mgpu_core.pipeline.balance import cut_layers, measured_layers
 from mgpu_core.pipeline.before import Before
-from mgpu_core.pipeline.placement import MOVES, Called, PlacedPart, Placement, Split
+from mgpu_core.pipeline.placement import MOVES, Called, PlacedPart, Placement, Split, tell_parts
 from mgpu_core.pipeline.visits import Visit, visit_of
+from mgpu_core.trace import tracer
+from mgpu_core.trace.tracer import span
 from mgpu_core.trees.filled import FilledContents
 from mgpu_core.trees.module_tree import tensors_of
 from mgpu_core.trees.moves import refuse_moves
@@ -189,9 +191,13 @@ class PlacedForward(OwnForward):
         The first call runs alone, and shows the order of the layers' calls.  Parameters stay where they are while a
         graph may hold them; else they move, and the call runs again, so that caches are where they are.
         """
-        placement = self.placement
-        if visit_of(placement) is not None or _current_graph_task_id() != -1:
+        if visit_of(self.placement) is not None or _current_graph_task_id() != -1:
             return self.__wrapped__(*args, **kwargs)
+        with span("place"):
+            return self._whole(args, kwargs)
+
+    def _whole(self, args: Any, kwargs: Any) -> Any:
+        placement = self.placement
         placement.follow(self.module)
         if placement.is_known and not placement.is_learning:
             return self._run(args, kwargs)
@@ -212,7 +218,7 @@ class PlacedForward(OwnForward):
             visit.watch(placement.around(net))
             output = self._called(visit, args, kwargs)
         if not placement.learn(net, Called(visit.called, visit.used_in), may_move=may_move):
-            placement.warn_late(net, visit.late)
+            self._tell(visit)
             return output
         devices = [each.device for each in tensors_of(net)]
         placement.apply(net)
@@ -225,8 +231,14 @@ class PlacedForward(OwnForward):
     def _run(self, args: Any, kwargs: Any) -> Any:
         with PlacedCall(self.placement) as visit, visit.ended():
             output = self._called(visit, args, kwargs)
-        self.placement.warn_late(self.module, visit.late)
+        self._tell(visit)
         return output
+
+    def _tell(self, visit: Visit) -> None:
+        """Tell of layers that ran late, and a recording where they are."""
+        self.placement.warn_late(self.module, visit.late)
+        if tracer.recording is not None:
+            tell_parts(self.placement, self.module)
 
     def _called(self, visit: Visit, args: Any, kwargs: Any) -> Any:
         """Return the output of the forward, on the device of the first tensor that it was given."""

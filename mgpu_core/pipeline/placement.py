@@ -28,6 +28,8 @@ from mgpu_core.pipeline.visits import Border, Visit, remove_borders
 from mgpu_core.ranks.waiting import Waiting
 from mgpu_core.support.tables import human_nbytes
 from mgpu_core.support.warnings import warn_user
+from mgpu_core.trace.events import Parts
+from mgpu_core.trace.tracer import emit, when_tracing
 from mgpu_core.trees.module_tree import check_initialised, modules_of, named_parameters_of, tensors_of
 from mgpu_core.trees.moves import give_memory, is_spread
 from mgpu_core.trees.nested import tensors_in
@@ -112,6 +114,13 @@ class PlacedPart(NamedTuple):
     def __str__(self) -> str:
         ends = dict.fromkeys((*self.layers[:1], *self.layers[-1:]))
         return f"{self.device}: {' to '.join(ends) or 'no layers'}, {human_nbytes(self.nbytes)}"
+
+
+@when_tracing
+def tell_parts(placement: Placement, root: Module) -> None:
+    """Tell a recording where the layers of a module are."""
+    parts = tuple(placement.parts)  # which a later call may change
+    emit(lambda host_ns, thread: Parts(id(placement), type(root).__name__, parts, host_ns, thread))
 
 
 class Placement:

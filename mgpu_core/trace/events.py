@@ -1,15 +1,17 @@
 """The events of a trace.
 
-Spans took time, cuts map rows to ranks, collectives moved bytes, contents list the tensors of a bucket, marks are
-moments.  All times are in ns of ``time.perf_counter_ns``; those of work on a GPU come from CUDA events and are put on
-the same axis.  ``whole_step`` is the number of the step that the event belongs to; ``NO_STEP``: to none;
-``INFERENCE``: to the batches of predictors.
+Spans took time, cuts map rows to ranks, collectives moved bytes, contents list the tensors of a bucket, parts say
+where layers are, marks are moments.  All times are in ns of ``time.perf_counter_ns``; those of work on a GPU come from
+CUDA events and are put on the same axis.  ``whole_step`` is the number of the step that the event belongs to;
+``NO_STEP``: to none; ``INFERENCE``: to the batches of predictors.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TypeAlias
+
+import torch
 
 __all__ = [
     "ALL_RANKS",
@@ -27,6 +29,7 @@ __all__ = [
     "Hop",
     "Mark",
     "Address",
+    "Parts",
     "Schedule",
     "Served",
     "Span",
@@ -190,6 +193,24 @@ class Schedule:
 
 
 @dataclass(frozen=True, slots=True)
+class Parts:
+    """Where the layers of a module are that ``place`` or a Pipeline has spread, at a call of it.
+
+    Attributes:
+        placement: a number of its own, the same in every call.
+        name: of the module's class.
+        parts: ``(device, names of its layers, bytes of the tensors that are at home there)`` each.
+    """
+
+    placement: int
+    name: str
+    parts: tuple[tuple[torch.device, tuple[str, ...], int], ...]
+    host_begin_ns: int
+    thread: int
+    whole_step: int = NO_STEP
+
+
+@dataclass(frozen=True, slots=True)
 class Served:
     """A batch of a predictor, emitted inside its span ``batch``, which has the times.
 
@@ -211,4 +232,4 @@ class Served:
     whole_step: int = NO_STEP
 
 
-Event: TypeAlias = Span | Cut | Collective | Contents | Mark | Schedule | Served
+Event: TypeAlias = Span | Cut | Collective | Contents | Mark | Parts | Schedule | Served

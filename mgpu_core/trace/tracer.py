@@ -48,7 +48,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 Label: TypeAlias = Callable[[str], AbstractContextManager[object]]
 _FORWARDS = ("data_parallel", "pipeline", "tensor_parallel")  # whose backward comes later
-WHOLE_STEPS = ("train_step", *_FORWARDS, "evaluate")
+WHOLE_STEPS = ("train_step", *_FORWARDS, "place", "evaluate")
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,6 +60,28 @@ def test_hops_of_an_all_reduce(ranks, algorithm):
         assert call.hops[0].targets[0][0] == BETWEEN
 
 
+def test_parts_are_where_the_first_call_has_moved_them():
+    """Registered in another order than called: the layers are placed anew, and the call runs again."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.second, self.first = nn.Linear(3, 1), nn.Linear(2, 3)
+
+        def forward(self, x):
+            return self.second(self.first(x))
+
+    net = mgpu_core.place(Net(), fakes(2))
+    with torch.no_grad(), mgpu_core.explain() as trace:
+        net(numbers(4, 2, device="fake:0"))
+    (module,) = trace.step().parts
+    assert [(str(device), layers) for device, layers, _ in module.parts] == [
+        ("fake:0", ("first",)),
+        ("fake:1", ("second",)),
+    ]
+    assert [nbytes for *_, nbytes in module.parts] == [4 * (2 * 3 + 3), 4 * (3 + 1)]
+
+
 def test_a_step_between_devices(tmp_path):
     net = whole(nn.Linear(2, 2)).to("fake:0")
     step = mgpu_core.TrainStep(

@@ -58,7 +58,8 @@ def _not_recorded(script: Path) -> str:
 
 def _why_nothing(args: argparse.Namespace) -> str:
     """Return why a script that ended well left no step."""
-    what = "whole step with mgpu_core's DataParallel or TrainStep, no batch of a Predictor"
+    wrappers = "DataParallel, TrainStep, Pipeline, TensorParallel or place"
+    what = f"whole step with mgpu_core's {wrappers}, no batch of a Predictor"
     if not args.skip:
         return f": {args.script} makes no {what}, and no functional call"
     return (

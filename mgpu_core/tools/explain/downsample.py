@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def thinned(step: dict[str, Any], most: int) -> dict[str, Any]:
-    """Return the page's data of a step, with a limited number of buckets, collectives, rounds, and bars per lane.
+    """Return a step of the page with at most so many buckets, collectives, rounds, bars a lane and layers a part.
 
     Rounds of a collective are kept or dropped together: a part of them would show wrong contents.
     """
@@ -22,14 +22,24 @@ def thinned(step: dict[str, Any], most: int) -> dict[str, Any]:
     kept = {NO_BUCKET, *(each["bucket"] for each in buckets)} if step["buckets"] else None
     scenes = _scenes(step["scenes"], kept, most)
     lanes = [lane | {"bars": _ends(_of(lane["bars"], kept), most)} for lane in step["lanes"]]
+    spread = [
+        module | {"parts": [part | {"layers": _ends(part["layers"], most)} for part in module["parts"]]}
+        for module in step["parts"]
+    ]
     bars, all_bars = (sum(len(lane["bars"]) for lane in every) for every in (lanes, step["lanes"]))
     less = {
         "bucket": len(step["buckets"]) - len(buckets),
         "scene": len(step["scenes"]) - len(scenes),
         "bar": all_bars - bars,
+        "layer": _layers_in(step["parts"]) - _layers_in(spread),
     }
     told = ", ".join(plural(count, noun) for noun, count in less.items() if count)
-    return step | {"buckets": buckets, "scenes": scenes, "lanes": lanes, "left_out": f"Too much for this page: {told}."}
+    shown = {"buckets": buckets, "scenes": scenes, "lanes": lanes, "parts": spread}
+    return step | shown | {"left_out": f"Too much for this page: {told}."}
+
+
+def _layers_in(modules: Sequence[dict[str, Any]]) -> int:
+    return sum(len(part["layers"]) for module in modules for part in module["parts"])
 
 
 def _ends(every: Sequence[T], most: int) -> list[T]:

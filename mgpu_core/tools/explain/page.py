@@ -20,12 +20,13 @@ from mgpu_core.tools.explain.tables import (
     INFERENCE_LEGEND,
     inference_rows,
     legend,
+    part_lines,
     phase_rows,
     pipeline_lines,
     seconds_of,
 )
 from mgpu_core.tools.explain.timeline import timelines_of
-from mgpu_core.trace.events import ALL_RANKS, Span
+from mgpu_core.trace.events import ALL_RANKS, Parts, Span
 
 __all__ = ["page_data", "page_of", "write_page"]
 
@@ -117,10 +118,16 @@ def _step_data(step: Step) -> dict[str, Any]:
         "lanes": [] if step.served else _lanes(step),
         "inference": inference_data(step),
         "pipelines": [each.data(step) | {"about": pipeline_lines(each)} for each in timelines_of(step)],
+        "parts": [_parts_data(each) for each in step.parts],
         "table": rows,
         "legend": [INFERENCE_LEGEND] if batches else legend(rows),
         "left_out": "",
     }
+
+
+def _parts_data(event: Parts) -> dict[str, Any]:
+    parts = [{"device": str(device), "layers": names, "nbytes": nbytes} for device, names, nbytes in event.parts]
+    return {"name": event.name, "about": part_lines(event)[1:], "parts": parts}
 
 
 def _lanes(step: Step) -> list[dict[str, Any]]:

@@ -19,8 +19,9 @@ def explain(*, skip: int = 0, steps: int | None = None) -> AbstractContextManage
     The trace is complete when the block ends.  An error inside passes through, and the trace has the events before it.
 
     Args:
-        skip: number of calls of ``TrainStep`` (or of its ``evaluate``) or forwards of ``DataParallel`` to ignore
-            first; the first ones are slow.  Batches of a ``Predictor`` are all kept.
+        skip: number of calls of ``TrainStep`` (or of its ``evaluate``), or forwards of ``DataParallel`` and of modules
+            that are spread over devices, to ignore first; the first ones are slow.  Batches of a ``Predictor`` are all
+            kept.
         steps: number of them to keep; the recording then ends by itself.  ``None``: until the end of the block.
 
     Raises:

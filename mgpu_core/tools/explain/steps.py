@@ -21,6 +21,7 @@ from mgpu_core.trace.events import (
     Cut,
     Event,
     Mark,
+    Parts,
     Schedule,
     Served,
     Span,
@@ -43,7 +44,7 @@ class Step:
 
     Attributes:
         number: from 0.
-        name: ``train_step``, ``data_parallel``, ``pipeline``, ``evaluate``, ``calls``, or ``inference``.
+        name: ``train_step``, ``data_parallel``, ``pipeline``, ``place``, ``evaluate``, ``calls``, or ``inference``.
         events: by their begin on the host.
     """
 
@@ -71,6 +72,11 @@ class Step:
     def schedules(self) -> list[Schedule]:
         """The plans of pipelines, whose ranks are stages and whose cuts are of micro-batches."""
         return [each for each in self.events if isinstance(each, Schedule)]
+
+    @cached_property
+    def parts(self) -> list[Parts]:
+        """The devices of the layers of each module that is spread over devices, at its last call."""
+        return list({each.placement: each for each in self.events if isinstance(each, Parts)}.values())
 
     @cached_property
     def served(self) -> list[Served]:

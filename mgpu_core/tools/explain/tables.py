@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import median
 
+from mgpu_core.pipeline.placement import PlacedPart
 from mgpu_core.support.tables import Lines, Table, human_nbytes, human_seconds
 from mgpu_core.tools.explain.batches import BatchRun, batches_of, served_times, servers_of
 from mgpu_core.tools.explain.phases import Phase, outside, phases_of
 from mgpu_core.tools.explain.scene import plural
 from mgpu_core.tools.explain.steps import Step
 from mgpu_core.tools.explain.timeline import Timeline, timelines_of
+from mgpu_core.trace.events import Parts
 
 __all__ = [
     "INFERENCE_LEGEND",
     "inference_rows",
     "inference_table",
     "legend",
+    "part_lines",
     "phase_rows",
     "pipeline_lines",
     "seconds_of",
@@ -30,9 +33,10 @@ def table(step: Step, environment: Mapping[str, str], dropped: int = 0) -> Lines
     A step of batches has no phases: :func:`inference_table` has its numbers.
     """
     ranks = plural(len(step.devices), "stage" if step.schedules else "rank")
-    team = ", ".join(device or "not seen" for device in step.devices) or "none known"
+    devices = ", ".join(device or "not seen" for device in step.devices)
+    team = f" {ranks} ({devices})," if devices else ""
     lines: list[str | Table] = [
-        f"step {step.number}: {step.name}, {ranks} ({team}), {human_seconds(seconds_of(step))}",
+        f"step {step.number}: {step.name},{team} {human_seconds(seconds_of(step))}",
         *([_WORKERS[step.workers]] if step.workers else []),
         *(f"{name}: {value}" for name, value in environment.items()),
     ]
@@ -41,6 +45,8 @@ def table(step: Step, environment: Mapping[str, str], dropped: int = 0) -> Lines
         lines += ["", Table(rows)]
         for timeline in timelines_of(step):
             lines += ["", *pipeline_lines(timeline)]
+        for parts in step.parts:
+            lines += ["", *part_lines(parts)]
         lines += ["", *legend(rows)]
     if dropped:
         lines.append(f"{dropped} events more were too many to keep: the last step may be a part of one.")
@@ -83,6 +89,11 @@ def pipeline_lines(run: Timeline) -> list[str]:
             for a, b, there, back in run.schedule.borders
         ),
     ]
+
+
+def part_lines(event: Parts) -> list[str]:
+    """Return a line per part of a module: its device, its layers, and its bytes."""
+    return [f"parts of {event.name}:", *(f"  {PlacedPart(*part)}" for part in event.parts)]
 
 
 def inference_table(batches: list[BatchRun]) -> Lines:

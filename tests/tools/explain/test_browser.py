@@ -299,6 +299,27 @@ def test_batches_of_a_predictor_are_blocks_with_waits(browser, tmp_path):
     assert said == []
 
 
+@pytest.mark.parametrize("width", [400, 1280])
+def test_parts_of_a_placed_module_are_as_long_as_their_bytes(browser, tmp_path, width):
+    net = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
+    mgpu_core.place(net, ["cpu"] * 2, split=["2"])
+    with mgpu_core.explain() as trace:
+        net(torch.ones(6, 4))
+    trace.save_html(tmp_path / "page.html")
+    page, said = browser.new_page(viewport={"width": width, "height": 900}), []
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.goto((tmp_path / "page.html").as_uri())
+    assert page.inner_text("h1") == "A call of a placed module, as it was recorded"
+    assert page.locator("#parts text").all_text_contents() == ["cpu: 0 to 1, 160 B", "cpu: 2, 80 B"]
+    boxes = page.locator("#parts rect").all()
+    assert [each.get_attribute("data-tip") for each in boxes] == ["0", "1", "2"]
+    assert len({round(each.bounding_box()["width"]) for each in boxes}) == 1  # of 80 bytes each
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert not page.locator("#timeline-part, .stage").locator("visible=true").count()
+    page.close()
+    assert said == []
+
+
 def test_a_pipeline_has_one_clock_and_the_plan(browser, tmp_path):
     net = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(2)))
     pipeline = mgpu_core.Pipeline(net, ["cpu"] * 2, chunks=3)
@@ -317,6 +338,7 @@ def test_a_pipeline_has_one_clock_and_the_plan(browser, tmp_path):
     )
     assert "stage 0 to stage 1: 96 B forward, 96 B backward" in page.inner_text("#pipeline")
     assert page.locator("#pipeline svg").count() == 1
+    assert page.locator("#parts text").all_text_contents() == ["cpu: 0, 80 B", "cpu: 1, 80 B"]
     ends = [page.locator(f"#{part} svg > text.soft").last.text_content() for part in ("timeline", "pipeline")]
     assert ends == [page.inner_text("#summary").split(", ")[-1], "8 slots"]
     page.close()

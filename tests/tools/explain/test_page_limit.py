@@ -31,6 +31,7 @@ def step(buckets, scenes, lanes):
         "buckets": [{"bucket": bucket, "names": [], "nbytes": []} for bucket in buckets],
         "scenes": scenes,
         "lanes": [{"name": "host", "bars": each} for each in lanes],
+        "parts": [],
         "left_out": "",
     }
 

@@ -349,7 +349,7 @@ function block(svg, x, y, width, height, kind, batch, about) {
 // Pipelines: below the timeline, the slots of the schedule.
 function drawPipelines() {
   find("pipeline-part").hidden = !step.pipelines.length;
-  for (const each of document.querySelectorAll(".stage, #scenes-part, #keys, #click")) each.hidden = step.pipelines.length > 0 || step.inference !== null;
+  for (const each of document.querySelectorAll(".stage, #scenes-part, #keys, #click")) each.hidden = step.pipelines.length > 0 || step.inference !== null || step.name === "place";
   const holder = find("pipeline");
   holder.replaceChildren();
   step.pipelines.forEach((run) => {
@@ -368,6 +368,23 @@ function drawPipelines() {
     draw(svg, "text", {x: width - 2, y: height - 6, class: "soft", "text-anchor": "end"}, many(run.slots, "slot"));
   });
 }
+// Modules that are spread over devices: a bar per part, as long as its bytes, in boxes of equal width, one per layer.
+function drawParts() {
+  find("parts-part").hidden = !step.parts.length;
+  const holder = find("parts");
+  holder.replaceChildren();
+  step.parts.forEach(({name, about, parts}) => {
+    const width = holder.clientWidth || 320, row = 54, height = parts.length * row;
+    const scale = (width - 2) / Math.max(1, ...parts.map((part) => part.nbytes));
+    const svg = draw(holder, "svg", {viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": `parts of ${name}: ${about.map((line) => line.trim()).join("; ")}`});
+    parts.forEach(({layers, nbytes}, part) => {
+      const y = part * row, wide = Math.max(2, nbytes * scale), each = wide / Math.max(1, layers.length);
+      label(svg, 0, y + 16, about[part].trim(), width);
+      if (each < 2) box(svg, 0, y + 22, wide, 24, colour(part), `${many(layers.length, "layer")}`);
+      else layers.forEach((layer, index) => box(svg, index * each, y + 22, each - 1, 24, colour(part), layer));
+    });
+  });
+}
 function paragraph(text) {
   const made = document.createElement("p");
   made.textContent = text;
@@ -381,8 +398,8 @@ function hatch(svg) {
 function drawBatches() {
   const run = step.inference;
   find("inference-part").hidden = run === null;
-  find("timeline-part").hidden = run !== null;
-  find("title").textContent = `${run ? "Inference" : "A training step"}, as it was recorded`;
+  find("timeline-part").hidden = run !== null || step.name === "place";
+  find("title").textContent = `${run ? "Inference" : step.name === "place" ? "A call of a placed module" : "A training step"}, as it was recorded`;
   if (!run) return;
   const all = run.batches.length + run.left_out, first = run.left_out ? Math.min(...run.batches.map((each) => each.asked)) : 0;
   find("inference-drawn").textContent = run.left_out ? `The last ${run.batches.length} of ${all} batches are drawn.` : "";
@@ -488,7 +505,8 @@ function fillTable(table, heads, rows) {
 function choose(index) {
   play(false);
   step = trace.steps[index];
-  find("summary").textContent = `${step.name}, ${many(step.devices.length, step.pipelines.length ? "stage" : "rank")} (${step.devices.map((each) => each || "not seen").join(", ")}), ${time(step.us)}${step.left_out && `. ${step.left_out}`}`;
+  const team = step.devices.length ? ` ${many(step.devices.length, step.pipelines.length ? "stage" : "rank")} (${step.devices.map((each) => each || "not seen").join(", ")}),` : "";
+  find("summary").textContent = `${step.name},${team} ${time(step.us)}${step.left_out && `. ${step.left_out}`}`;
   find("scrub").max = step.scenes.length - 0.001;
   find("scenes").replaceChildren(...step.scenes.map((each, index) => {
     const item = document.createElement("li"), button = document.createElement("button"), at = document.createElement("span");
@@ -510,6 +528,7 @@ function choose(index) {
   find("bucket-part").hidden = find("boxes").hidden = !step.buckets.length;
   drawTimeline();
   drawPipelines();
+  drawParts();
   drawBatches();
   go(0);
 }
@@ -554,7 +573,7 @@ document.addEventListener("pointermove", (event) => {
 let resizing;
 addEventListener("resize", () => {
   clearTimeout(resizing);
-  resizing = setTimeout(() => { drawTimeline(); drawPipelines(); drawBatches(); drawScene(); show(); }, 100);
+  resizing = setTimeout(() => { drawTimeline(); drawPipelines(); drawParts(); drawBatches(); drawScene(); show(); }, 100);
 });
 
 theme(matchMedia("(prefers-color-scheme: dark)").matches);

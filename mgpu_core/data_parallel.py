@@ -93,8 +93,9 @@ class DataParallel(torch.nn.DataParallel[M]):
         self._workers = self._usual_workers = workers_for(workers, devices).way
         self._draws = Draws(rng, type(module).__name__)
         observers = LostAttributes(), SharedObjects(), Originals(), RowsElsewhere(dim)
-        labels = Labels(OF_A_WRAPPER, of_outputs=True)
-        self._first_calls = FirstCalls(*((each, _WATCHED) for each in observers), (labels, LABELLED))
+        joins = self._is_own("gather")  # otherwise a subclass weighs the ranks' losses itself
+        labels = [(Labels(OF_A_WRAPPER, of_outputs=True), LABELLED)] if joins else []
+        self._first_calls = FirstCalls(*((each, _WATCHED) for each in observers), *labels)
         self.device_ids: list[Any] = [as_id(device) for device in devices]
         self.output_device: Any = drop_in_output(output_device, self.device_ids)
         self._team: Team | None = Team.of(devices) if devices else None

@@ -201,7 +201,11 @@ class Engine:
         stats.requests += len(batch.requests)
         stats.rows += sum(each.own_rows for each in batch.requests)
         for index, request in enumerate(batch.requests):
-            request.future.set_result(parts[self._output_device or request.device][index])
+            answer = parts[self._output_device or request.device][index]
+            if isinstance(answer, Exception):
+                request.future.set_exception(_raisable(answer))
+            else:
+                request.future.set_result(answer)
 
     def _check_alone(self, rank: int, requests: list[Request], parts: Mapping[torch.device, Sequence[Any]]) -> None:
         """Raise ApartError if requests get other answers in their batch than alone."""

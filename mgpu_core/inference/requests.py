@@ -56,7 +56,7 @@ class ServingModule(Module):
         raise NotImplementedError
 
     def split(self, outputs: Any, calls: list[Call]) -> Sequence[Any]:
-        """As the argument of the Predictor."""
+        """As the argument of the Predictor; an exception in place of an answer fails this request alone."""
         raise NotImplementedError
 
 
@@ -272,4 +272,6 @@ def _key_of_value(leaf: Any) -> Hashable:
         leaves: list[Any] = []
         tree = flatten(leaf, leaves, "inputs", whole=True)
         return form_of(tree), *map(_key_of_value, leaves)
-    return type(leaf), leaf
+    parameters = getattr(leaf, "__dataclass_params__", None)
+    may_change = hasattr(leaf, "__dict__") and not getattr(parameters, "frozen", False)  # and its hash, in the queue
+    return type(leaf), id(leaf) if may_change else leaf

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from concurrent.futures import Future
+from copy import deepcopy
 from typing import Any, NamedTuple
 
 import torch
@@ -27,13 +28,16 @@ from mgpu_core.support.extras import require
 from mgpu_core.support.warnings import warn_user
 from mgpu_core.trees.comparison import any_in_half, difference
 from mgpu_core.trees.moves import is_spread
-from mgpu_core.trees.nested import Rows
+from mgpu_core.trees.nested import Replicate, Rows, map_leaves, unwrapped
 
 __all__ = ["Generation"]
 
 # Options whose work on a row depends on this row alone, and not on the number of tokens before it.
-_BY_ROW = {
+_SAMPLING = {
     *("do_sample", "temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"),
+}
+_BY_ROW = {
+    *_SAMPLING,
     *("max_new_tokens", "max_length", "min_new_tokens", "bad_words_ids", "suppress_tokens", "renormalize_logits"),
     *("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id", "remove_invalid_values"),
     *("use_cache", "cache_implementation", "disable_compile", "_from_model_config", "transformers_version"),
@@ -42,6 +46,7 @@ _BY_ROW = {
 _NEUTRAL = {"num_beams": 1, "num_beam_groups": 1, "num_return_sequences": 1, "repetition_penalty": 1.0, "min_length": 0}
 _NARROWEST = 64  # tokens: shorter prompts are padded to each other whatever their lengths
 _CHECKED_TOKENS = 2
+_KEPT_CONFIGS = 100
 
 
 class _Prompts(NamedTuple):
@@ -49,12 +54,14 @@ class _Prompts(NamedTuple):
 
     Attributes:
         ids, mask: ``(rows, tokens)``.
+        widths: of the requests that the rows are of, in tokens; the others are padding for their batch.
         limits: of new tokens.
         streams: of the rows that have a streamer; ``None``: of the others.
     """
 
     ids: torch.Tensor
     mask: torch.Tensor
+    widths: torch.Tensor
     limits: torch.Tensor
     streams: Sequence[_Stream | None]
 
@@ -95,6 +102,9 @@ class Generation(ServingModule):
             self.__dict__["to"] = model.to  # which refuses
         self._has_encoder = bool(config.is_encoder_decoder)
         self._context = getattr(config.get_text_config(), "max_position_embeddings", None)
+        generation_config: Any = model.generation_config
+        self._config = generation_config.to_diff_dict()
+        self._configs: dict[str, Any] = {}  # of requests, by their contents
         self._told: set[str] = set()
         self._checked: set[bool] = set()  # batches without padding, and with it
         self._sees_others = False
@@ -103,14 +113,28 @@ class Generation(ServingModule):
         """Return the prompts of a call and its options, or the call as it is, where it is answered alone.
 
         Raises:
-            TypeError: texts without a tokenizer.
+            TypeError: texts without a tokenizer, or with ``return_dict_in_generate``.
+            RuntimeError: the model's configuration was changed.
         """
+        if self.model.generation_config.to_diff_dict() != self._config:
+            raise RuntimeError(
+                "model.generation_config was changed after Generation(model) was made, and ranks may have copies of "
+                "the one before: pass options to each request, or make Generation and the Predictor anew"
+            )
         args, options = call[0], dict(call[1])
+        if (config := options.get("generation_config")) is not None:  # which its caller may change before the answer
+            if len(self._configs) >= _KEPT_CONFIGS:
+                self._configs.clear()
+            contents = config.to_json_string(ignore_metadata=True)
+            options["generation_config"] = self._configs.setdefault(contents, deepcopy(config))
         if options.get("streamer") is not None:
             options["streamer"] = _Stream(options["streamer"], future)
-        ids: Any = args[0] if len(args) == 1 else options.get("input_ids", options.get("inputs"))
+        prompts = [*args, *(options[name] for name in ("input_ids", "inputs") if name in options)]
+        ids: Any = prompts[0] if len(prompts) == 1 else None
         answers = "ids"
         if isinstance(ids, str) or (isinstance(ids, list) and ids and isinstance(ids[0], str)):
+            if options.get("return_dict_in_generate"):
+                raise TypeError("return_dict_in_generate answers no texts: pass ids")
             answers = "text" if isinstance(ids, str) else "texts"
             ids, options["attention_mask"] = self._ids_of([ids] if isinstance(ids, str) else ids)
             args = (ids,)
@@ -118,18 +142,25 @@ class Generation(ServingModule):
         for name in ("input_ids", "inputs"):
             options.pop(name, None)
         mask, stream = options.pop("attention_mask", None), options.pop("streamer", None)
+        for name in options.keys() & _BY_ROW:  # a tensor's value says with which requests it is joined
+            if isinstance(options[name], torch.Tensor):
+                options[name] = options[name].tolist()
         known = self._known(options)
+        if stream is not None:
+            stream.is_sampled = bool(known.get("do_sample"))
         reason = self._why_alone(ids, mask, stream, known)
         if reason is not None:
             if reason not in self._told:
                 self._told.add(reason)
                 warn_user(f"{reason}: requests like this one are answered one at a time")
-            return (), {"alone": alone, "answers": answers}
-        limits = torch.full((len(ids),), self._limit(ids, known), device=ids.device)
+            whole = map_leaves(alone, lambda leaf: Replicate(leaf) if isinstance(leaf, torch.Tensor) else leaf)
+            return (), {"alone": whole, "rows": Rows([None]), "answers": answers}
+        counts = ids.size(1), self._limit(ids, known)
+        widths, limits = (torch.full((len(ids),), count, device=ids.device) for count in counts)
         for name in ("max_new_tokens", "max_length"):
             options.pop(name, None)
-        mask = _mask_of(ids, known) if mask is None else mask
-        return _Prompts(ids, mask, limits, Rows([stream] * len(ids))), {**options, "answers": answers}
+        mask = self._mask_of(ids, known) if mask is None else mask
+        return _Prompts(ids, mask, widths, limits, Rows([stream] * len(ids))), {**options, "answers": answers}
 
     def bucket_by(self, *prompts: Any, **options: Any) -> Hashable:
         """Return the width of the batches that a request can be in; a new object for one that is answered alone."""
@@ -142,13 +173,16 @@ class Generation(ServingModule):
         """Return the prompts of all calls, padded to one width."""
         options = calls[0][1]
         if "alone" in options:
-            return calls[0]
+            return (), {"alone": unwrapped(options["alone"]), "answers": options["answers"]}
         requests = [_Prompts(*args) for args, _ in calls]
         width, device = max(each.ids.size(1) for each in requests), requests[0].ids.device
         padding = _padding(self._known(options))
+        if self._sees_others and len(requests) > 1:
+            options = {**options, "apart": True}
         joined = _Prompts(
             torch.cat([self._padded(to_device(each.ids, device), width, padding) for each in requests]),
             torch.cat([self._padded(to_device(each.mask, device), width, 0) for each in requests]),
+            torch.cat([to_device(each.widths, device) for each in requests]),
             torch.cat([to_device(each.limits, device) for each in requests]),
             [stream for each in requests for stream in each.streams],
         )
@@ -159,18 +193,22 @@ class Generation(ServingModule):
         """Return the answer to each call: its texts, cut off at their ends."""
         texts, was_checked, reason = outputs
         if "alone" in calls[0][1]:
-            answers, (args, _) = calls[0][1]["answers"], calls[0][1]["alone"]
+            answers, (args, _) = calls[0][1]["answers"], unwrapped(calls[0][1]["alone"])
             return [texts if answers == "ids" else self._as_asked(texts, args[0], None, answers)]
         requests = [_Prompts(*args) for args, _ in calls]
         if reason is not None and not self._sees_others:
             self._sees_others = True
             warn_user(f"{reason}. All requests are answered one at a time from now on", RuntimeWarning)
-        elif was_checked:
+        elif was_checked and reason is None:
             self._checked.add(_is_padded(requests))
         known, answers = self._known(calls[0][1]), calls[0][1]["answers"]
         width = 1 if self._has_encoder else max(each.ids.size(1) for each in requests)
         parts = texts.split([len(each.ids) for each in requests])
-        return [self._own(part, width, each, known, answers) for part, each in zip(parts, requests, strict=True)]
+        failures = [each.streams[0] and each.streams[0].failure for each in requests]
+        return [
+            failure or self._own(part, width, each, known, answers)
+            for part, each, failure in zip(parts, requests, failures, strict=True)
+        ]
 
     def _own(self, texts: torch.Tensor, width: int, prompts: _Prompts, known: dict[str, Any], answers: str) -> Any:
         """Return the texts of a request as alone: after its own prompts, up to the end of the longest one."""
@@ -186,7 +224,7 @@ class Generation(ServingModule):
 
     def forward(
         self, *prompts: Any, alone: Call | None = None, answers: str = "ids", is_joined: bool = False,
-        checks: bool = False, **options: Any,
+        checks: bool = False, apart: bool = False, **options: Any,
     ) -> tuple[Any, bool, str | None]:  # fmt: skip
         """Return the texts of a batch, whether its scores were looked at, and how they differ from those alone."""
         if alone is not None:
@@ -195,15 +233,15 @@ class Generation(ServingModule):
         reason = self._difference(batch, options) if checks else None
         most = int(batch.limits.max())
         fits = self._has_encoder or self._context is None or batch.ids.size(1) + most <= self._context
-        if is_joined and (reason is not None or not fits):
+        if is_joined and (apart or reason is not None or not fits):
             return self._by_row(batch, options), checks, reason
         return self._texts(batch, options, most, is_joined=is_joined), checks, None
 
     def _texts(self, batch: _Prompts, options: dict[str, Any], most: int, *, is_joined: bool) -> Any:
         known, limits = self._known(options), batch.limits
         if any(batch.streams):
-            before = torch.zeros_like(limits) if self._has_encoder else batch.mask.argmax(1)
-            streams = _Streams(batch.streams, before.tolist(), limits.tolist(), _ends(known))
+            before = [self._columns(batch, row).start for row in range(len(limits))]
+            streams = _Streams(batch.streams, before, limits.tolist(), _ends(known))
             options = {**options, "streamer": streams}
         if is_joined:
             ends = _OwnLimits(limits + (1 if self._has_encoder else batch.ids.size(1)))
@@ -215,7 +253,7 @@ class Generation(ServingModule):
         """Return the texts of a batch, made one after the other."""
         texts = []
         for row, ids in enumerate(batch.ids):
-            prompt = _prompt(batch, row)
+            prompt = self._prompt(batch, row)
             text = self._texts(prompt, options, int(prompt.limits), is_joined=False)[0]
             texts.append(text if self._has_encoder else torch.cat([ids, text[prompt.ids.size(1) :]]))
         padding = float(_padding(self._known(options)))
@@ -224,12 +262,13 @@ class Generation(ServingModule):
     def _difference(self, batch: _Prompts, options: dict[str, Any]) -> str | None:
         """Return how the scores of the shortest or the longest prompt differ in the batch; ``None``: they do not."""
         tokens = {"max_new_tokens": _CHECKED_TOKENS, "min_new_tokens": _CHECKED_TOKENS, "do_sample": False}
-        given: dict[str, Any] = {**tokens, "output_logits": True, "return_dict_in_generate": True}
+        given = {name: value for name, value in options.items() if name not in _SAMPLING}
+        given.update(tokens, output_logits=True, return_dict_in_generate=True)
         given["pad_token_id"] = _padding(self._known(options))
         together = self.model.generate(input_ids=batch.ids, attention_mask=batch.mask, **given).logits
-        lengths, half = batch.mask.sum(1), any_in_half(self.model.parameters())
-        for row in (int(lengths.argmin()), int(lengths.argmax())):
-            prompt = _prompt(batch, row)
+        half = any_in_half(self.model.parameters()) or torch.is_autocast_enabled(batch.ids.device.type)
+        for row in (int(batch.widths.argmin()), int(batch.widths.argmax())):
+            prompt = self._prompt(batch, row)
             alone = self.model.generate(input_ids=prompt.ids, attention_mask=prompt.mask, **given).logits
             for one, other in zip(together, alone, strict=True):
                 text = difference(one[row], other[0], half=half)
@@ -244,9 +283,8 @@ class Generation(ServingModule):
 
     def _known(self, options: dict[str, Any]) -> dict[str, Any]:
         """Return all options that count: those of a call, then of its configuration, then of the model's."""
-        given = options.get("generation_config")
-        configs = [config.to_diff_dict() for config in (self.model.generation_config, given) if config is not None]
-        known = {name: value for each in (*configs, options) for name, value in each.items()}
+        config = options.get("generation_config")
+        known = {**self._config, **({} if config is None else config.to_diff_dict()), **options}
         return {name: value for name, value in known.items() if name not in ("generation_config", "answers")}
 
     def _limit(self, ids: torch.Tensor, known: dict[str, Any]) -> Any:
@@ -266,6 +304,8 @@ class Generation(ServingModule):
         for name, value in known.items():
             if name not in _BY_ROW and value is not None and value is not False and _NEUTRAL.get(name) != value:
                 return f"generate with {name} may not treat each prompt as alone"
+        if any(len(each) > 1 and _padding(known) in each for each in known.get("bad_words_ids") or ()):
+            return "bad_words_ids with the token of padding would see it"
         limit = self._limit(ids, known)
         if not isinstance(limit, int) or limit < 1:
             return "generate has no max_new_tokens of 1 or more"
@@ -275,10 +315,28 @@ class Generation(ServingModule):
         """Return the ids of texts, padded to each other, and their mask."""
         if self.tokenizer is None:
             raise TypeError("prompts that are texts need a tokenizer: Generation(model, tokenizer)")
-        rows = [torch.tensor(self.tokenizer(text)["input_ids"])[None] for text in texts]
+        rows = [torch.tensor(self.tokenizer(text)["input_ids"], dtype=torch.long)[None] for text in texts]
         width, padding = max(row.size(1) for row in rows), _padding(self._known({}))
         ids = torch.cat([self._padded(row, width, padding) for row in rows])
         return ids, torch.cat([self._padded(torch.ones_like(row), width, 0) for row in rows])
+
+    def _mask_of(self, ids: torch.Tensor, known: dict[str, Any]) -> torch.Tensor:
+        """Return the mask that transformers takes where none is given: without padding, unless it ends texts, too."""
+        padding = known.get("pad_token_id")
+        if self._has_encoder or padding is None or padding in _ends(known):
+            return torch.ones_like(ids)
+        return ids.ne(padding).long()
+
+    def _columns(self, batch: _Prompts, row: int) -> slice:
+        """Return the columns of a row that its request has brought; its batch has padded it to the others."""
+        width, count = batch.ids.size(1), int(batch.widths[row])
+        return slice(0, count) if self._has_encoder else slice(width - count, width)
+
+    def _prompt(self, batch: _Prompts, row: int) -> _Prompts:
+        """Return a row as its request has brought it."""
+        rows = slice(row, row + 1)
+        ids, mask = (each[rows, self._columns(batch, row)] for each in (batch.ids, batch.mask))
+        return _Prompts(ids, mask, batch.widths[rows], batch.limits[rows], batch.streams[rows])
 
     def _padded(self, rows: torch.Tensor, width: int, value: int) -> torch.Tensor:
         missing = width - rows.size(1)
@@ -292,7 +350,7 @@ class Generation(ServingModule):
         ends = [texts.size(1)] * len(texts) if counts is None else (counts + width).tolist()
         rows = [row[width:end] for row, end in zip(texts, ends, strict=True)]
         decoded = [self.tokenizer.decode(row, skip_special_tokens=True) for row in rows]
-        return decoded[0] if answers == "text" else decoded
+        return decoded[0] if answers == "text" and len(decoded) == 1 else decoded
 
 
 class _Stream:
@@ -301,14 +359,26 @@ class _Stream:
     Args:
         streamer: the user's.
         future: of the answer; the stream ends with it at the latest.
+
+    Attributes:
+        is_sampled: answered again, its tokens would be others.
+        failure: the error of the streamer in a batch; the request fails by it, and the others go on.
     """
 
     def __init__(self, streamer: Any, future: Future[Any]) -> None:
         self._streamer, self._puts, self._place, self._has_ended = streamer, 0, 0, False
+        self.is_sampled = False
+        self.failure: Exception | None = None
         future.add_done_callback(lambda _: self.end())
 
     def begin(self, ids: torch.Tensor) -> None:
-        """Put the prompt."""
+        """Put the prompt.
+
+        Raises:
+            RuntimeError: tokens of a sampled text were put before.
+        """
+        if self.is_sampled and self._puts > 1:
+            raise RuntimeError("a batch was answered again, and its sampled text would not go on as it was streamed")
         self._place = 0
         self.put(ids)
 
@@ -345,16 +415,22 @@ class _Streams:
     def put(self, ids: torch.Tensor) -> None:
         """Take the prompts, and then the next token of each row."""
         for row, stream in enumerate(self._streams):
-            if stream is None:
+            if stream is None or stream.failure is not None:
                 continue
-            if not self._has_begun:
-                stream.begin(ids[row : row + 1, self._before[row] :])
-            elif self._left[row] > 0:
-                stream.put(ids[row : row + 1])
-                self._left[row] = 0 if int(ids[row]) in self._ends else self._left[row] - 1
-                if not self._left[row]:
-                    stream.end()
+            try:
+                self._put(row, stream, ids[row : row + 1])
+            except Exception as error:  # a caller that has gone, say
+                stream.failure = error
         self._has_begun = True
+
+    def _put(self, row: int, stream: _Stream, ids: torch.Tensor) -> None:
+        if not self._has_begun:
+            stream.begin(ids[:, self._before[row] :])
+        elif self._left[row] > 0:
+            stream.put(ids)
+            self._left[row] = 0 if int(ids) in self._ends else self._left[row] - 1
+            if not self._left[row]:
+                stream.end()
 
     def end(self) -> None:
         """Do nothing: each stream ends with its text, or with the answer."""
@@ -368,13 +444,6 @@ class _OwnLimits:
 
     def __call__(self, ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
         return to_device(self._lengths, ids.device) <= ids.size(1)
-
-
-def _prompt(batch: _Prompts, row: int) -> _Prompts:
-    """Return a prompt without the padding that the others of its batch have brought."""
-    places = batch.mask[row].nonzero()
-    part = slice(row, row + 1), slice(int(places[0]), int(places[-1]) + 1)
-    return _Prompts(batch.ids[part], batch.mask[part], batch.limits[part[0]], batch.streams[part[0]])
 
 
 def _is_padded(requests: Sequence[_Prompts]) -> bool:
@@ -391,9 +460,3 @@ def _padding(known: dict[str, Any]) -> int:
     """Return the token behind texts that have ended, as transformers has it; 0 where no text ends."""
     padding = known.get("pad_token_id")
     return int(next(iter(_ends(known)), 0) if padding is None else padding)
-
-
-def _mask_of(ids: torch.Tensor, known: dict[str, Any]) -> torch.Tensor:
-    """Return the mask that transformers takes where none is given: padding is left out unless it ends texts, too."""
-    padding = known.get("pad_token_id")
-    return torch.ones_like(ids) if padding is None or padding in _ends(known) else ids.ne(padding).long()

@@ -7,6 +7,7 @@ of the device share the values; each has its own gradients, whose sum over the r
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property
@@ -153,6 +154,8 @@ def warn_of_holders(parameters: Sequence[torch.Tensor], names: Sequence[str]) ->
     """
     known = {id(each): each for each in chain(parameters, *(holder.held for holder in list(holders)))}
     are_held = are_held_elsewhere(parameters, list(known.values()))
+    if any(are_held) and gc.collect():  # a graph of this step, in a cycle, is held by nobody
+        are_held = are_held_elsewhere(parameters, list(known.values()))
     held = [name for name, is_held in zip(names, are_held, strict=True) if is_held]
     if held:
         warn_user(

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import chain, count
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -35,9 +35,9 @@ from mgpu_core.pipeline.parameter_copies import ParameterCopies
 from mgpu_core.ranks.compiled import outside_the_compiler
 from mgpu_core.support.null_context import NULL_CONTEXT
 from mgpu_core.support.warnings import warn_user
-from mgpu_core.trees.filled import FilledCopies, Undo, exchanged_back, map_in_place
+from mgpu_core.trees.filled import FilledContents, FilledCopies, Undo, exchanged_back, map_in_place
 from mgpu_core.trees.module_tree import ModuleTree, modules_of, parameters_of
-from mgpu_core.trees.nested import map_leaves
+from mgpu_core.trees.nested import map_leaves, tensors_in
 from mgpu_core.trees.replica_parameters import as_parameters
 from mgpu_core.trees.views import ModuleView, OwnForward, StandIns, attributes_of, build_replica, is_note, loosen
 
@@ -187,7 +187,8 @@ class Visit:
                 return forward(*args, **kwargs)
             again = partial(recomputing, [layer])
             run = _repeated(forward, args, kwargs, modules)
-            return checkpoint(run, *args, use_reentrant=False, context_fn=lambda: (NULL_CONTEXT, again()), **kwargs)
+            tensors = tensors_in((args, kwargs))  # whose devices' random numbers are those of the first time
+            return checkpoint(run, *tensors, use_reentrant=False, context_fn=lambda: (NULL_CONTEXT, again()))
         finally:
             if keep is not None:
                 keep()
@@ -560,25 +561,32 @@ class _LayerHere:
 
 
 def _repeated(forward: Callable[..., Any], args: Any, kwargs: Any, modules: Sequence[Module]) -> Callable[..., Any]:
-    """Return a forward that runs again in backward from the containers and attributes of its first time.
+    """Return a forward that runs again in backward from the containers, objects and attributes of its first time.
+
+    It lets go of the first ones: a cache among them holds the graph, and the graph holds what runs again.
 
     Args:
         forward, args, kwargs: the call.
         modules: whose attributes it may change.
     """
-    given, runs = FilledCopies().copied((args, kwargs)), count()
+    first, again = [(args, kwargs, FilledContents((args, kwargs), of_objects=True))], list[Any]()
     attributes = [(vars(each), dict(vars(each))) for each in modules]
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if not next(runs):
-            return forward(*args, **kwargs)
-        args, kwargs = FilledCopies().copied(given)
+    def run(*_: torch.Tensor) -> Any:
+        if first:
+            args, kwargs, before = first.pop()
+            output = forward(*args, **kwargs)
+            again.append(before.copied((args, kwargs)))
+            return output
+        args, kwargs = again[0]
+        before = FilledContents(again[0], of_objects=True)
         now = [dict(own) for own, _ in attributes]
         try:
-            for table, before in attributes:
-                table.update(before)
+            for table, own in attributes:
+                table.update(own)
             return forward(*args, **kwargs)
         finally:
+            before.put_back()
             for (table, _), after in zip(attributes, now, strict=True):
                 table.update(after)
 

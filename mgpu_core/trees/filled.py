@@ -151,6 +151,25 @@ class FilledContents:
         """Return whether some container has other entries now."""
         return any(not _are_same(_entries(each), before) for each, before in self._kept)
 
+    def copied(self, obj: Any) -> Any:
+        """Return the same object as it was, with a copy of each container below it; of objects too, if one changed."""
+        kept = {id(container): entries for container, entries in self._kept}
+        has_objects, copies = self.have_changed, dict[int, Any]()
+
+        def copy_of(obj: Any) -> Any:
+            if type(obj) is tuple:
+                return tuple(map(copy_of, obj))
+            table = obj if is_fillable(obj) or not has_objects else getattr(obj, "__dict__", None)
+            if id(table) not in kept:
+                return obj
+            if id(obj) not in copies:
+                own = copies[id(obj)] = copy.copy(obj)
+                entries = {key: copy_of(value) for key, value in kept[id(table)].items()}
+                _replace(own if table is obj else vars(own), entries)
+            return copies[id(obj)]
+
+        return copy_of(obj)
+
     def put_back(self) -> None:
         """Give all containers their entries of before, and tensors their values."""
         for container, before in self._kept:

@@ -49,6 +49,32 @@ def test_unequal_shares_of_labels_are_told_of_once(kind, ranks):
     assert "WeightedLoss(model)" in text
 
 
+def test_unequal_rows_weigh_the_same_in_a_mean_of_the_ranks(ranks):
+    x, labels = batch(ranks)
+    (text,) = told(DataParallel(Labelled().to(cpu(1)[0]), cpu(ranks)), (x[1:], labels[1:]))
+    assert f"labels other than -100 in {', '.join(['4'] * (ranks - 1))}, 3 rows" in text
+
+
+class Counting(Labelled):
+    """Returns the sum of the losses, and their number, as ``WeightedLoss`` does."""
+
+    def forward(self, x, labels=None):
+        count = labels.ne(-100).sum()
+        return super().forward(x, labels)["loss"] * count, count
+
+
+class Joining(DataParallel):
+    """Weighs the ranks' losses itself."""
+
+    def gather(self, outputs, output_device):
+        return super().gather(outputs, output_device)
+
+
+@pytest.mark.parametrize(("kind", "net"), [(DataParallel, Counting), (Joining, Labelled)])
+def test_who_weighs_by_the_labels_is_told_nothing(kind, net, ranks):
+    assert told(kind(net().to(cpu(1)[0]), cpu(ranks)), batch(ranks, 3), batch(ranks, 2)) == []
+
+
 def test_equal_shares_and_calls_without_a_loss_are_not(ranks):
     assert told(DataParallel(Labelled().to(cpu(1)[0]), cpu(ranks)), batch(ranks), batch(ranks)) == []
     with warnings.catch_warnings(action="error"):

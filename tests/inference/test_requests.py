@@ -48,6 +48,29 @@ def test_unequal_keys(one, other):
     assert PLAIN.request(one).key != PLAIN.request(other).key
 
 
+class Options:
+    """Equal by their contents, which may change."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __hash__(self):
+        return hash(self.value)
+
+    def __eq__(self, other):
+        return self.value == other.value
+
+
+def test_a_key_stays_while_its_options_change():
+    options = Options(1)
+    one = request(torch.ones(1), options)
+    key = hash(one.key)
+    options.value = 2
+    assert hash(one.key) == key
+    assert one.key == request(torch.ones(1), options).key
+    assert one.key != request(torch.ones(1), Options(2)).key
+
+
 def test_nests_are_joined_and_split():
     requests = [request([torch.full((n, 2), float(n)), "same"], mask=torch.full((n,), n)) for n in (1, 3)]
     (nest,), kwargs = PLAIN.joined(requests, HOST)

@@ -77,6 +77,74 @@ def test_each_text_is_that_of_its_request(name, ranks):
     assert all(map(torch.equal, found, wanted))
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
+def test_padding_that_a_request_has_brought(name):
+    """On either side, with a mask and without: alone it is there, too."""
+    net = made(name)
+    net.generation_config.pad_token_id = PAD
+    ids = torch.randint(8, 40, (5, 6), generator=torch.Generator().manual_seed(5))
+    ids[0, :4] = ids[1, 3:] = ids[2, 2] = PAD
+    options = [{}, {}, {}, {"attention_mask": (torch.arange(6) < 4).long()[None]}, {}]
+    requests = [(row[None], {"max_new_tokens": 9, **own}) for row, own in zip(ids, options, strict=True)]
+    requests.append((torch.tensor([[9, 10]]), {"max_new_tokens": 9}))
+    wanted = [net.generate(rows, **own, **GREEDY) for rows, own in requests]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with Predictor(Generation(net), ["cpu"], max_batch=6, max_wait_ms=2000) as predict:
+            assert all(map(torch.equal, asked(predict, requests), wanted))
+            assert batches(predict) == 1
+
+
+@pytest.mark.parametrize("kind", [list, torch.tensor])
+def test_options_with_other_values_are_not_joined(kind):
+    net = made("llama")
+    requests = [
+        (ids, {"max_new_tokens": 9, "eos_token_id": kind([12 + index])}) for index, ids in enumerate(prompts(4))
+    ]
+    wanted = [net.generate(ids, **own, **GREEDY) for ids, own in requests]
+    with Predictor(Generation(net), ["cpu"], max_batch=4, max_wait_ms=50) as predict:
+        assert all(map(torch.equal, asked(predict, requests), wanted))
+        assert batches(predict) == 4
+
+
+def test_a_configuration_that_its_caller_changes_for_the_next_request():
+    net = made("llama")
+    config = transformers.GenerationConfig(max_new_tokens=1, pad_token_id=PAD, eos_token_id=END, do_sample=False)
+    found, wanted = [], []
+    with Predictor(Generation(net), ["cpu"], max_batch=8, max_wait_ms=500) as predict:
+        for index, ids in enumerate(prompts(8)):
+            config.max_new_tokens = 3 + index % 2
+            wanted.append(net.generate(ids, generation_config=config))
+            found.append(predict.submit(ids, generation_config=config))
+        assert all(map(torch.equal, [each.result(60) for each in found], wanted))
+        assert batches(predict) == 2  # by their contents
+        net.generation_config.eos_token_id = [12]
+        with pytest.raises(RuntimeError, match="generation_config was changed after"):
+            predict(ids, max_new_tokens=3)
+
+
+def test_beams_of_the_model_that_a_call_leaves_out():
+    net = made("llama")
+    net.generation_config.num_beams = 4
+    requests = [(ids, {"max_new_tokens": 6, "num_beams": 1}) for ids in prompts(4)]
+    wanted = [net.generate(ids, **own, **GREEDY) for ids, own in requests]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with Predictor(Generation(net), ["cpu"], max_batch=4, max_wait_ms=2000) as predict:
+            assert all(map(torch.equal, asked(predict, requests), wanted))
+            assert batches(predict) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scores_in_half_precision_are_compared_as_such(dtype):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        with Predictor(Generation(made("llama")), ["cpu"], max_batch=8, max_wait_ms=2000, amp_dtype=dtype) as predict:
+            for count in (8, 7):
+                asked(predict, [(ids, {"max_new_tokens": 4}) for ids in prompts(count)])
+            assert batches(predict) == 2
+
+
 def test_rows_masks_and_configurations_of_requests():
     net = made("llama")
     ids = torch.randint(8, 40, (3, 6), generator=torch.Generator().manual_seed(5))
@@ -131,6 +199,11 @@ def test_texts_are_answered_by_what_follows(name):
         with pytest.warns(UserWarning, match="num_beams may not treat"):
             beams = predict(texts[0], max_new_tokens=8, num_beams=2, **GREEDY)
         assert isinstance(beams, str)
+        several = predict(texts[0], max_new_tokens=8, num_beams=2, num_return_sequences=2, **GREEDY)
+        assert several[0] == beams
+        assert len(several) == 2
+        with pytest.raises(TypeError, match="return_dict_in_generate answers no texts"):
+            predict(texts[0], max_new_tokens=8, return_dict_in_generate=True)
     with Predictor(Generation(net), ["cpu"]) as predict, pytest.raises(TypeError, match="need a tokenizer"):
         predict("w5", max_new_tokens=2)
 
@@ -172,6 +245,56 @@ def test_streams_of_one_batch(name, failing):
     assert [each.ends for each in streams] == [1] * 4
 
 
+class BrokenStream(Stream):
+    """Of a caller that has gone."""
+
+    def put(self, ids):
+        super().put(ids)
+        if len(self.tokens) > 3:
+            raise ConnectionError("gone")
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_streamer_that_raises_fails_its_request_alone(sampled):
+    net = made("llama")
+    options = {"max_new_tokens": 7, "eos_token_id": None, "do_sample": sampled}
+    streams = [Stream(), BrokenStream(), Stream()]
+    requests = [(torch.tensor([[9 + index]]), options | {"streamer": stream}) for index, stream in enumerate(streams)]
+    with Predictor(Generation(net), ["cpu"], max_batch=3, max_wait_ms=2000) as predict:
+        futures = [predict.submit(ids, **own) for ids, own in requests]
+        with pytest.raises(ConnectionError, match="gone"):
+            futures[1].result(60)
+        answers = [futures[index].result(60)[0].tolist() for index in (0, 2)]
+        assert predict.stats()[0].retries == 0
+        assert batches(predict) == 1
+    assert [streams[0].tokens, streams[2].tokens] == answers
+    assert [each.ends for each in streams] == [1, 1, 1]
+
+
+def test_a_sampled_stream_is_no_mixture_of_two_texts():
+    """The batch fails and is answered again, with other random numbers."""
+    net = made("llama")
+    calls, forward = [], net.forward
+
+    def forward_of_call(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 10:
+            raise ValueError("no")
+        return forward(*args, **kwargs)
+
+    net.forward = forward_of_call
+    options = {"max_new_tokens": 9, "eos_token_id": None, "do_sample": True}
+    stream = Stream()
+    with Predictor(Generation(net), ["cpu"], max_batch=2, max_wait_ms=2000) as predict:
+        streamed = predict.submit(torch.tensor([[9, 10]]), streamer=stream, **options)
+        other = predict.submit(torch.tensor([[11]]), **options)
+        assert other.result(60).shape == (1, 10)
+        with pytest.raises(RuntimeError, match="would not go on as it was streamed"):
+            streamed.result(60)
+    assert 2 < len(stream.tokens) < 11
+    assert stream.ends == 1
+
+
 def test_a_stream_ends_with_a_request_that_fails():
     net = made("llama")
     streams = [Stream(), Stream()]
@@ -187,6 +310,7 @@ ALONE = {
     "repetition": ({"repetition_penalty": 1.3}, "repetition_penalty"),
     "no limit": ({"max_new_tokens": None}, "no max_new_tokens"),
     "inputs": ({"position_ids": torch.arange(3)[None]}, "position_ids"),
+    "padding among bad words": ({"bad_words_ids": [[PAD, 9, 10]]}, "bad_words_ids"),
 }
 
 
@@ -228,6 +352,20 @@ def test_a_model_that_sees_the_padding():
         found += asked(predict, requests)
         assert batches(predict) == 1 + 8
     assert all(map(torch.equal, found, wanted * 2))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_batches_that_wait_while_such_a_model_is_found(ranks):
+    net = made("llama")
+    net.__class__ = SeesPadding
+    requests = [(ids, {"max_new_tokens": 3 + index % 5}) for index, ids in enumerate(prompts(24))]
+    wanted = [net.generate(ids, **GREEDY, **own) for ids, own in requests]
+    with (
+        Predictor(Generation(net), ["cpu"] * ranks, max_batch=4, max_wait_ms=500) as predict,
+        pytest.warns(RuntimeWarning, match="SeesPadding gives a prompt other scores beside others"),
+    ):
+        found = asked(predict, requests)
+    assert all(map(torch.equal, found, wanted))
 
 
 def test_a_batch_that_is_longer_than_the_positions():

@@ -92,6 +92,7 @@ def assert_alike(many, one):
         torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=0)
 
 
+@pytest.mark.filterwarnings("error:the ranks have")
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("name", MODELS)
 def test_losses_norms_and_parameters_are_those_of_one_device(name, ranks, accumulate, capsys):

@@ -2,6 +2,8 @@
 
 import copy
 import dataclasses
+import gc
+import weakref
 from collections import UserDict, deque
 from itertools import product
 
@@ -144,7 +146,45 @@ class Written(Plain):
         return x * sums[0][:, :1] + count
 
 
-KINDS = [Losses, InATuple, UNet, SharedStates, SharedUserDict, Record]
+CACHES = weakref.WeakSet()
+
+
+class Slot:
+    """An object, and no container."""
+
+    keys = None
+
+
+class Cache:
+    """As that of transformers: a layer adds to its slot, and reads all that is in it."""
+
+    def __init__(self, layers):
+        self.slots = [Slot() for _ in range(layers)]
+        CACHES.add(self)
+
+    def update(self, index, keys):
+        slot = self.slots[index]
+        slot.keys = keys if slot.keys is None else torch.cat([slot.keys, keys])
+        return slot.keys
+
+
+class Caching(Block):
+    def forward(self, x, index, cache):
+        return super().forward(x) + cache.update(index, x).square().sum(0)
+
+
+class Cached(Plain):
+    def __init__(self):
+        super().__init__(Caching)
+
+    def forward(self, x):
+        cache = Cache(len(self.blocks))
+        for index, block in enumerate(self.blocks):
+            x = block(x, index, cache=cache)
+        return x
+
+
+KINDS = [Losses, InATuple, UNet, SharedStates, SharedUserDict, Record, Cached]
 
 
 def pair(kind):
@@ -186,6 +226,16 @@ def test_a_step_is_that_of_micro_batches_one_after_the_other(kind, schedule, chu
         assert float(step(batch(), batch())) == pytest.approx(total, abs=1e-12)
         for one, other in zip(net.parameters(), whole.parameters(), strict=True):
             assert torch.allclose(one.grad.cpu(), other.grad.cpu(), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_a_cache_goes_with_its_graph(checkpoint):
+    """Also where nobody runs a backward, as in a first call that is tried again."""
+    pipe = Pipeline(Cached(), cpu(2), split_points=["blocks.2"], chunks=2, checkpoint=checkpoint)
+    for _ in range(2):
+        pipe(batch())
+    gc.collect()
+    assert not CACHES
 
 
 class Collecting(Plain):

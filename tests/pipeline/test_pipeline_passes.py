@@ -3,6 +3,7 @@
 import copy
 import gc
 import re
+import warnings
 import weakref
 
 import pytest
@@ -233,6 +234,26 @@ def test_a_step_runs_on_the_devices_of_its_pipeline_alone(devices):
     with pytest.raises(ValueError, match=f"the pipeline's own devices, {own}, or left out: a step makes no copies"):
         TrainStep(net, mse, optimizer, devices)
     assert TrainStep(net, mse, optimizer, cpu(2)).team.devices == (net.device_ids[-1],)
+
+
+def test_layers_that_share_a_weight_run_again_without_a_warning():
+    """The graph of the first call is gone when the update moves the weights."""
+
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.mid, self.head = nn.Embedding(4, 4), nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, x):
+            return self.head(self.mid(self.embed(x)))
+
+    net = Tied()
+    pipe = Pipeline(net, cpu(2), split_points=["head"], chunks=2, checkpoint="always")
+    step = TrainStep(pipe, nn.functional.cross_entropy, optim.SGD(net.parameters(), 0.1))
+    x = torch.arange(4, device=cpu(1)[0])
+    with warnings.catch_warnings(action="error"):
+        step(x, x)
 
 
 def test_a_loss_that_compares_rows_is_warned_of():

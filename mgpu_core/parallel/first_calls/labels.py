@@ -73,18 +73,19 @@ OF_A_STEP = (
     "mgpu_core.integrations.transformers.WeightedLoss(model) does so"
 )
 OF_A_WRAPPER = (
-    "each rank returns the mean over its own labels, and the mean of these numbers, and even more its gradient, is not "
-    "that of one device. Wrap mgpu_core.integrations.transformers.WeightedLoss(model), which returns (loss * labels, "
+    "where each rank returns the mean over its own labels, the mean of these numbers, and even more its gradient, is "
+    "not that of one device. Wrap mgpu_core.integrations.transformers.WeightedLoss(model), which returns (loss * labels, "
     "labels) of each rank, and divide their sums; or use mgpu_core.TrainStep with it, which does so"
 )
 
 
 class Labels(Observer):
-    """Warns where the ranks' shares of labels are not their shares of rows.
+    """Warns where the ranks' shares of labels are not those by which their means are weighed.
 
     Args:
         advice: the end of the warning.
-        of_outputs: a mean is a number that the module returns; otherwise all outputs are means.
+        of_outputs: a mean is a number that the module returns, and all weigh the same; otherwise all outputs are means,
+            and their rows weigh them.
     """
 
     def __init__(self, advice: str, *, of_outputs: bool = False) -> None:
@@ -100,7 +101,10 @@ class Labels(Observer):
         counts = [int(each) for each in counted if each is not None]
         if len(counts) < len(counted):
             return False
-        shares = [(count * sum(rows), each * sum(counts)) for count, each in zip(counts, rows, strict=True)]
+        if self._of_outputs and (_divides_itself(call) or _returns(call.outputs, counts)):
+            return True
+        weights = [1] * len(rows) if self._of_outputs else rows
+        shares = [(count * sum(weights), each * sum(counts)) for count, each in zip(counts, weights, strict=True)]
         if all(one == other for one, other in shares):
             return False
         warn_user(
@@ -108,6 +112,17 @@ class Labels(Observer):
             f"rows: {self._advice}"
         )
         return True
+
+
+def _divides_itself(call: Call) -> bool:
+    """Return whether a model of transformers is given the number that it divides its loss by."""
+    return any("num_items_in_batch" in kwargs for _, kwargs in call.arguments)
+
+
+def _returns(outputs: Sequence[Any], counts: Sequence[int]) -> bool:
+    """Return whether each rank returns its number of labels, too, for the caller to divide by."""
+    numbers = [[float(each) for each in tensors_in(output) if not each.dim()][1:] for output in outputs]
+    return all(count in of_rank for count, of_rank in zip(counts, numbers, strict=True))
 
 
 def _named(arguments: Arguments, names: Sequence[str]) -> Mapping[str, Any]:

@@ -41,6 +41,12 @@ myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 4
 
 autodoc_member_order = "bysource"
+autodoc_mock_imports = [
+    "transformers",
+    "accelerate",
+    "lightning",
+    "torch_geometric",
+]  # the site needs none of them
 autodoc_typehints = "signature"
 autodoc_class_signature = "mixed"
 napoleon_numpy_docstring = False

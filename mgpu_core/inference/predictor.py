@@ -33,6 +33,7 @@ from mgpu_core.pipeline.place import is_placed
 from mgpu_core.ranks.compiled import compiled_calls
 from mgpu_core.ranks.workers import EXIT_SECONDS
 from mgpu_core.support.warnings import warn_user
+from mgpu_core.tensor_parallel.module import TensorParallel
 from mgpu_core.trees.moves import is_spread
 from mgpu_core.trees.nested import tensors_in
 
@@ -303,6 +304,11 @@ def _compiled_calls(net: Module, ranks: int, *, whole: bool) -> dict[str, Sequen
 def _check_options(net: Any, method: Any, counts: Mapping[str, Any], max_wait_ms: Any, amp_dtype: Any) -> None:
     if not isinstance(net, Module):
         raise TypeError(f"net must be a torch.nn.Module, not {type(net).__name__}")
+    if isinstance(net, TensorParallel):
+        raise TypeError(
+            "a Predictor has a copy of the net on each device, or one of place(), and a TensorParallel is neither: "
+            "call it from any thread, tp(x) or tp.call(...)"
+        )
     if not isinstance(method, str) or not callable(getattr(net, method, None)):
         raise ValueError(f"method must be the name of a method of {type(net).__name__}, not {method!r}")
     for name, value in counts.items():

@@ -17,7 +17,6 @@ from mgpu_core.parallel.first_calls.lost import LostAttributes
 from mgpu_core.parallel.first_calls.shared import SharedObjects
 from mgpu_core.support.null_context import NULL_CONTEXT
 from mgpu_core.support.warnings import warn_user
-from mgpu_core.tensor_parallel.module import TensorParallel
 from mgpu_core.trees.comparison import any_in_half
 from mgpu_core.trees.layer_holders import still_reached
 from mgpu_core.trees.module_copy import copy_module, give_attributes, set_compiled
@@ -111,11 +110,13 @@ class Replica:
         unchanged = {id(each) for each, version in zip(before, versions, strict=True) if each._version == version}
         buffers, parameters = self.module.named_buffers(), self.module.named_parameters()
         named = [*(("buffer", *each) for each in buffers), *(("parameter", *each) for each in parameters)]
-        kind, name = next(((kind, name) for kind, name, each in named if id(each) not in unchanged), ("buffers", "all"))
+        kind, name = next(((kind, name) for kind, name, each in named if id(each) not in unchanged), ("buffers", ""))
+        which = f"{kind} {name!r}" if name else kind
         text = (
-            f"the forward of {type(self.module).__name__} writes its {kind} {name!r} in eval mode: an answer would "
-            "depend on the requests before it, and on their device. If it does so in its first call alone, call the "
-            "module once in eval mode before the Predictor is made"
+            f"the forward of {type(self.module).__name__} writes its {which} in eval mode: an answer would depend on "
+            "the requests before it, and on their device. If it does so in its first call alone, call the module once "
+            "in eval mode before the Predictor is made. Where each call does (rotary frequencies that follow the "
+            "length, as of longrope), it cannot be served: call it in a lock of your own"
         )
         if kind == "parameter":
             self._refusals.append(text)
@@ -137,13 +138,8 @@ def replicas_of(
         captured: record CUDA graphs.
 
     Raises:
-        TypeError: an attribute that cannot be copied; a TensorParallel.
+        TypeError: an attribute that cannot be copied.
     """
-    if isinstance(net, TensorParallel):
-        raise TypeError(
-            "a Predictor has a copy of the net on each device, or one of place(), and a TensorParallel is neither: "
-            "call it from any thread, tp(x) or tp.call(...)"
-        )
     copies: list[Module] = []
     with torch.inference_mode(False), torch.no_grad():  # versions of buffers are counted outside inference mode alone
         for rank, device in enumerate(devices[:1] if is_spread(net) else devices):

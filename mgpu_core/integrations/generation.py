@@ -206,8 +206,8 @@ class Generation(ServingModule):
         parts = texts.split([len(each.ids) for each in requests])
         failures = [each.streams[0] and each.streams[0].failure for each in requests]
         return [
-            failure or self._own(part, width, each, known, answers)
-            for part, each, failure in zip(parts, requests, failures, strict=True)
+            failure or self._own(part, width, request, known, answers)
+            for part, request, failure in zip(parts, requests, failures, strict=True)
         ]
 
     def _own(self, texts: torch.Tensor, width: int, prompts: _Prompts, known: dict[str, Any], answers: str) -> Any:

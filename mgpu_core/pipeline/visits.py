@@ -582,13 +582,13 @@ def _repeated(forward: Callable[..., Any], args: Any, kwargs: Any, modules: Sequ
         before = FilledContents(again[0], of_objects=True)
         now = [dict(own) for own, _ in attributes]
         try:
-            for table, own in attributes:
-                table.update(own)
+            for table, of_first in attributes:
+                table.update(of_first)
             return forward(*args, **kwargs)
         finally:
             before.put_back()
-            for (table, _), after in zip(attributes, now, strict=True):
-                table.update(after)
+            for (table, _of_first), since in zip(attributes, now, strict=True):
+                table.update(since)
 
     return run
 

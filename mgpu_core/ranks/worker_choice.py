@@ -49,7 +49,7 @@ def workers_for(asked: str, devices: Sequence[torch.device]) -> Workers:
     if asked != "auto":
         return Workers(asked, f'workers="{asked}"')
     if any(device.type == "cpu" for device in devices):
-        return Workers("caller", "on the CPU one seed has one result only without threads")
+        return Workers("caller", "on the CPU, threads would draw their random numbers in another order each time")
     if len(set(devices)) < len(devices):
         return Workers("caller", "ranks share an accelerator")
     return Workers("threads", "each rank has an accelerator of its own")

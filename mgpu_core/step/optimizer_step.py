@@ -23,11 +23,12 @@ from mgpu_core.step.reducer import Gradients
 from mgpu_core.step.replicas import Replicas
 from mgpu_core.support.warnings import warn_user
 
-__all__ = ["LeftOverStep", "OptimizerStep", "why_not_in_shards"]
+__all__ = ["LeftOverStep", "OptimizerStep", "versions_of", "why_not_in_shards"]
 
 _version_of = attrgetter("_version")
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _WATCHED = 3  # updates
+_SAMPLED = 16  # elements of a gradient
 
 
 class LeftOverStep:
@@ -46,23 +47,29 @@ class LeftOverStep:
         self.spent: list[torch.Tensor | None] = []
         self.watched = _WATCHED
         self._versions: list[int] = []
+        self._samples: list[torch.Tensor] = []
 
     def note(self) -> None:
         """Note the gradients of an update that was made."""
-        self._versions = [0 if each is None else each._version for each in self.spent]
+        self._versions = versions_of(self.spent)
+        self._samples = [_EMPTY if each is None else _sample_of(each).clone() for each in self.spent]
 
     def check(self, now: Iterable[torch.Tensor | None]) -> None:
-        """Warn if a gradient was changed that is still its parameter's; ``now``: those of all parameters."""
+        """Warn if gradients that are still their parameters' were made smaller; ``now``: those of all parameters.
+
+        Other changes, such as a backward of another loss or ``zero_grad(set_to_none=False)``, do no harm.
+        """
         versions, self._versions = self._versions, []
         if not versions:
             return
         self.watched -= 1
         changed = [
-            spent
-            for spent, grad, version in zip(self.spent, now, versions, strict=True)
+            (_sample_of(spent), sample)
+            for spent, grad, version, sample in zip(self.spent, now, versions, self._samples, strict=True)
             if spent is not None and spent is grad and spent._version != version
         ]
-        if any(bool(each.any()) for each in changed):  # zero_grad(set_to_none=False) does no harm
+        self._samples = []
+        if changed and _are_clipped(*map(_on_host, zip(*changed, strict=True))):
             self.watched = 0
             warn_user(
                 "gradients were changed after a TrainStep's call, which has made the update by then: clip by its "
@@ -77,6 +84,30 @@ class LeftOverStep:
                 "optimizer.step() after a TrainStep's call updates a second time by the same gradients: the call has "
                 "made the backward and the update already, so remove it"
             )
+
+
+_EMPTY = torch.empty(0)
+
+
+def versions_of(gradients: Iterable[torch.Tensor | None]) -> list[int]:
+    """Return how often each gradient was written."""
+    return [0 if each is None else each._version for each in gradients]
+
+
+def _sample_of(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a few elements."""
+    values = gradient.detach().reshape(-1) if gradient.layout is torch.strided else _EMPTY
+    return values[:: max(1, values.numel() // _SAMPLED)]
+
+
+def _on_host(samples: Iterable[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([each.double().cpu() for each in samples])
+
+
+def _are_clipped(now: torch.Tensor, before: torch.Tensor) -> bool:
+    """Return whether all values were multiplied by one factor between 0 and 1."""
+    factors = (now / before)[before != 0]
+    return bool(factors.numel()) and 0 < float(factors.max()) < 1 and float(factors.min() / factors.max()) > 0.98
 
 
 class OptimizerStep:

@@ -24,7 +24,7 @@ from mgpu_core.step.grad_buckets import Communication
 from mgpu_core.step.grad_clip import are_finite, clip, factor_of, multiply, refuse
 from mgpu_core.step.grad_scaler import LossScale
 from mgpu_core.step.losses import RankLoss
-from mgpu_core.step.optimizer_step import LeftOverStep, OptimizerStep
+from mgpu_core.step.optimizer_step import LeftOverStep, OptimizerStep, versions_of
 from mgpu_core.step.options import Options
 from mgpu_core.step.ranks import Ranks
 from mgpu_core.step.reducer import Gradients
@@ -78,7 +78,9 @@ class Update:
         self.used: list[bool] = []
         self.is_made = False
         self._norm_parts: tuple[torch.Tensor | None, float | torch.Tensor | None] | None = None  # of the last update
-        self._keeps_norm = False  # somebody has asked for it
+        self._keeps_norm = not self.optimizer_step.is_flat  # until an update shows whether it writes gradients
+        self._is_asked = False  # for it, and then it is kept
+        self._versions: list[int] = []  # of the gradients that an update was made by
         self.broken: str | None = None
 
     def follow(self, *, updates: bool = False) -> bool:
@@ -163,9 +165,12 @@ class Update:
                 return
             self._gradients.show(used)
             try:
+                self._versions = versions_of(map(_grad_of, self.replicas.own))
                 with tracer.span("update", ALL_RANKS, self.replicas.devices[0]) if tracer.sink else NULL_CONTEXT:
                     run = self.optimizer_step.prepare(used)
                     run(factor)
+                    if not self._is_asked and self._keeps_norm:
+                        self._keeps_norm = self._versions != versions_of(map(_grad_of, self.replicas.own))
                     self._count(used)
             except BaseException as error:
                 self._failed(used, error)
@@ -217,16 +222,18 @@ class Update:
         Raises:
             RuntimeError: nobody has asked before, and the gradients are gone.
         """
-        self._keeps_norm = True
+        self._is_asked = self._keeps_norm = True
         if self._norm_parts is None:
             return None
         norm, factor = self._norm_parts
         if norm is None:
             now = map(_grad_of, self.replicas.own) if self._gradients.buckets is None else ()
-            if self.window.calls or any(map(is_not, now, self.optimizer_step.left_over.spent)):
+            spent = self.optimizer_step.left_over.spent
+            is_gone = self.window.calls or any(map(is_not, now, spent))
+            if is_gone or versions_of(spent) != self._versions:
                 raise RuntimeError(
-                    "the gradients of the last update are gone: read grad_norm before zero_grad() and the next call. "
-                    "Once it was read, later updates keep theirs"
+                    "the gradients of the last update are gone or were changed: read grad_norm before zero_grad(), "
+                    "clip_grad_norm_ and the next call. Once it was read, later updates keep theirs"
                 )
             norm = self._gradients.norm()
         factor = to_device(factor, norm.device) if isinstance(factor, torch.Tensor) else factor
@@ -314,6 +321,7 @@ class Update:
                 self._skip()
             else:
                 self._gradients.show(self.used)
+                self._versions = versions_of(map(_grad_of, self.replicas.own))
                 note_written(list(compress(self.replicas.own, self.used)))
                 self._norm_parts = self._gradients.norm() if self._keeps_norm else None, replayed[1]
                 self._count(self.used)

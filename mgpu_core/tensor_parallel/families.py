@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.nn import Module
+from torch.nn import Linear, Module
 
-__all__ = ["HEAD_COUNTS", "family_plan", "heads_of"]
+__all__ = ["HEAD_COUNTS", "family_plan", "heads_of", "is_transposed"]
 
 _HEAD_SIZES = ("head_dim", "attention_head_size")  # attributes of attention modules
 
@@ -122,6 +122,17 @@ _BLOCKS: dict[str, dict[str, str]] = {
 }
 
 
+def is_transposed(layer: Module) -> bool:
+    """Return whether a layer is transformers' Conv1D, a linear layer whose weight is (inputs, outputs)."""
+    return type(layer).__name__ == "Conv1D" and type(layer).__module__ == "transformers.pytorch_utils"
+
+
+def is_linear(layer: Module) -> bool:
+    """Return whether a layer is linear; one of PEFT around such a layer is."""
+    layer = getattr(layer, "base_layer", layer)
+    return isinstance(layer, Linear) or is_transposed(layer)
+
+
 def heads_of(layer: Any, around: Module) -> int | None:
     """Return how many heads a layer has, by the size of one in the module around; ``None``: nothing says so."""
     sizes = [getattr(around, name, None) for name in _HEAD_SIZES]
@@ -133,18 +144,21 @@ def heads_of(layer: Any, around: Module) -> int | None:
 def family_plan(net: Module, ranks: int) -> dict[str, str]:
     """Return the plan of the blocks of a module that are known; empty where none is.
 
-    A block without one of its layers, as of another version of its package, is left whole; the layers of one whose
-    heads cannot be divided among the ranks are gathered.
+    A block without one of its linear layers, as of another version of its package, is left whole.  The layers of one
+    are gathered whose heads cannot be divided among the ranks, or have other layers, too.
     """
     plan: dict[str, str] = {}
     for path, module in net.named_modules():
         block = _BLOCKS.get(type(module).__name__, {})
         layers = dict(module.named_modules()) if block else {}
-        if type(module).__module__.partition(".")[0] not in _PACKAGES or not layers.keys() >= block.keys():
+        linear = {name for name, layer in layers.items() if is_linear(layer)}
+        if type(module).__module__.partition(".")[0] not in _PACKAGES or not linear >= block.keys():
             continue
         columns = [(layers[name.rpartition(".")[0]], layers[name]) for name, word in block.items() if word == "column"]
         counts = [heads_of(layer, around) for around, layer in columns]
         counts += [vars(around).get(name) for around, _ in columns for name in HEAD_COUNTS]
-        is_even = all(count % ranks == 0 for count in counts if type(count) is int)
+        heads = [count for count in counts if type(count) is int]
+        others = [name for name in linear if not any(f"{name}.".startswith(f"{layer}.") for layer in block)]
+        is_even = not heads or (not others and all(count % ranks == 0 for count in heads))
         plan |= {f"{path}.{name}".strip("."): word if is_even else _GATHERED for name, word in block.items()}
     return plan

@@ -28,7 +28,7 @@ from mgpu_core.devices.transfer import to_device
 from mgpu_core.errors import Error
 from mgpu_core.ranks.context import checkpoint_closure
 from mgpu_core.ranks.run import Run, current_lane
-from mgpu_core.tensor_parallel.plan import is_transposed
+from mgpu_core.tensor_parallel.families import is_transposed
 from mgpu_core.trace import tracer
 from mgpu_core.trace.events import ALL_RANKS
 from mgpu_core.trace.tracer import mark, span

@@ -16,9 +16,9 @@ from torch import nn
 from torch.nn import Module
 
 from mgpu_core.parallel.scatter_inputs import row_counts
-from mgpu_core.tensor_parallel.families import HEAD_COUNTS, family_plan, heads_of
+from mgpu_core.tensor_parallel.families import HEAD_COUNTS, family_plan, heads_of, is_transposed
 
-__all__ = ["ShardPlan", "WeightCut", "is_transposed", "read_plan", "suggested_plan"]
+__all__ = ["ShardPlan", "WeightCut", "read_plan", "suggested_plan"]
 
 _WORDS = {
     "column": "column",
@@ -262,11 +262,6 @@ class _Reader:
             parts = parts[: parts.index("lora_B")]
         around: Module = self._modules[".".join(parts[:-1])]
         return around
-
-
-def is_transposed(layer: Module) -> bool:
-    """Return whether a layer is transformers' Conv1D, a linear layer whose weight is (inputs, outputs)."""
-    return type(layer).__name__ == "Conv1D" and type(layer).__module__ == "transformers.pytorch_utils"
 
 
 def _own_plan(module: Module) -> Mapping[str, str]:

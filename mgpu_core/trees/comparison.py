@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -56,6 +57,8 @@ def _difference_of_leaves(one: Any, other: Any, *, half: bool) -> str | None:
     scale = torch.where(theirs.isfinite(), theirs, 0).abs().max() if one.numel() else 0.0
     if distance <= tolerance(half=half or any_in_half([one])) * scale:
         return None
+    if math.isnan(float(distance)):
+        return "is not a number where the other one is, or the other way round"
     return f"differs by {float(distance):.3g}, of values up to {float(scale):.3g}"
 
 

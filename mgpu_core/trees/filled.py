@@ -163,9 +163,9 @@ class FilledContents:
             if id(table) not in kept:
                 return obj
             if id(obj) not in copies:
-                own = copies[id(obj)] = copy.copy(obj)
+                clone = copies[id(obj)] = copy.copy(obj)
                 entries = {key: copy_of(value) for key, value in kept[id(table)].items()}
-                _replace(own if table is obj else vars(own), entries)
+                _replace(clone if table is obj else vars(clone), entries)
             return copies[id(obj)]
 
         return copy_of(obj)

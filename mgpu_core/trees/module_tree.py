@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -310,7 +311,8 @@ def missing_attribute(wrapper: object, name: str, module: object, method: str, v
     """
     kind = type(wrapper).__name__
     text = f"{kind!r} object has no attribute {name!r}"
-    if not name.startswith("_") and hasattr(module, name):
-        way = method if callable(getattr(module, name)) else value
-        text += f", which is its module's: {way.format(name=name)}"
+    if not name.startswith("_"):
+        with suppress(Exception):  # hasattr(wrapper, name) must not raise what a property of the module does
+            way = method if callable(getattr(module, name)) else value
+            text += f", which is its module's: {way.format(name=name)}"
     return AttributeError(text, name=name, obj=wrapper)

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+import mgpu_core
+
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
 BESIDE = [ROOT / folder for folder in ("", "mgpu_core", "csrc", "csrc/backends/cuda", "docs", "tests", "benchmarks")]
@@ -33,3 +35,10 @@ def test_a_file_that_is_not_there_is_found():
     ]
     assert is_there(PAGES[0], "parallel/apply.py")
     assert not is_there(PAGES[0], "parallel/scatter/rows.py")
+
+
+@pytest.mark.parametrize("name", mgpu_core.__all__)
+def test_a_public_name_is_on_a_page_of_the_api(name):
+    pages = "".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
+    is_error = name in mgpu_core.errors.__all__ and "automodule:: mgpu_core.errors" in pages
+    assert is_error or re.search(rf":: (?:\w+\.)*{name}\b", pages)

@@ -104,6 +104,18 @@ def test_a_step_of_a_family_is_that_of_one_device(name, ranks):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-7, equal_nan=True)  # some compute in float32
 
 
+def test_a_block_with_other_layers_than_its_family_has():
+    """Convolutions, which stay whole; heads of which some come from layers that the plan does not know."""
+    timm = pytest.importorskip("timm")
+    diffusers = pytest.importorskip("diffusers")
+    net = torch.nn.Sequential(timm.layers.Mlp(8, 16, use_conv=True), timm.layers.Mlp(8, 16))
+    assert family_plan(net, 2) == {"1.fc1": "column", "1.fc2": "row"}
+    attention = {"query_dim": 32, "heads": 4, "dim_head": 8}
+    for more, word in ({}, "column"), ({"added_kv_proj_dim": 32}, "column_gathered"):
+        net = diffusers.models.attention_processor.Attention(**attention, **more)
+        assert family_plan(net, 2)["to_q"] == word
+
+
 def test_generate_by_the_plan_of_a_family():
     net, _ = made("gpt2")
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}

@@ -26,8 +26,8 @@ def test_what_is_asked_for_is_done(asked, devices):
     [
         (OTHERS, "threads", "each rank has an accelerator of its own"),
         ([*OTHERS, OTHERS[1]], "caller", "ranks share an accelerator"),
-        ([CPU] * 2, "caller", "on the CPU one seed has one result only without threads"),
-        ([OTHERS[0], CPU], "caller", "on the CPU one seed has one result only without threads"),
+        ([CPU] * 2, "caller", "on the CPU, threads would draw their random numbers in another order each time"),
+        ([OTHERS[0], CPU], "caller", "on the CPU, threads would draw their random numbers in another order each time"),
     ],
 )
 def test_auto_is_threads_where_no_rank_shares_its_accelerator(devices, way, why):
@@ -66,7 +66,7 @@ class Notes(nn.Linear):
 @pytest.mark.parametrize(
     ("options", "way", "why"),
     [
-        ({}, "caller", "on the CPU one seed has one result only without threads"),
+        ({}, "caller", "on the CPU, threads would draw their random numbers in another order each time"),
         ({"workers": "threads"}, "threads", 'workers="threads"'),
         ({"workers": "caller"}, "caller", 'workers="caller"'),
     ],

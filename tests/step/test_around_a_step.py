@@ -82,29 +82,73 @@ def test_updated_says_which_calls_were_updates(ranks):
 def test_a_norm_that_was_never_asked_for_is_gone_with_its_gradients(ranks):
     net = net_of()
     step = TrainStep(net, mse, optim.SGD(net.parameters(), lr=0.1), cpu(ranks), accumulate=2, error_if_nonfinite=False)
-    calls = batches(6)
-    for x, y in calls[:3]:
+    calls = batches(8)
+    for x, y in calls[:5]:
         step(x, y)
     with pytest.raises(RuntimeError, match="read grad_norm before zero_grad"):
         _ = step.grad_norm
-    for x, y in calls[3:5]:
+    for x, y in calls[5:7]:
         step(x, y)
     assert step.grad_norm > 0  # of the update in between
-    step(*calls[5])
+    step(*calls[7])
 
 
 def test_one_rank_whose_gradients_were_dropped():
     net = net_of()
     step = TrainStep(net, mse, optim.SGD(net.parameters(), lr=0.1), cpu(1), error_if_nonfinite=False)
-    calls = batches(2)
+    calls = batches(3)
     step(*calls[0])
+    step(*calls[1])
     step.optimizer.zero_grad()
     with pytest.raises(RuntimeError, match="read grad_norm before zero_grad"):
         _ = step.grad_norm
-    step(*calls[1])
+    step(*calls[2])
     norm = step.grad_norm
     step.optimizer.zero_grad()
     assert step.grad_norm == norm
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda net: clip_grad_norm_(net.parameters(), 1e-3),
+        lambda net: net.zero_grad(set_to_none=False),
+        lambda net: net(torch.ones(1, 4).double()).sum().backward(),
+    ],
+)
+@pytest.mark.parametrize("updates", [1, 4])
+@pytest.mark.parametrize("home", [optim, torch.optim], ids=["ours", "torch's"])
+def test_gradients_that_were_changed_are_not_those_of_the_update(home, updates, change, ranks):
+    net = net_of()
+    step = TrainStep(net, mse, home.SGD(net.parameters(), lr=0.1), cpu(ranks), error_if_nonfinite=False)
+    twin = net_of()
+    for x, y in batches(updates):
+        step(x, y)
+        twin.zero_grad()
+        mse(twin(x), y).backward()
+        wanted = clip_grad_norm_(twin.parameters(), float("inf"))
+        torch.optim.SGD(twin.parameters(), lr=0.1).step()
+    change(net)
+    if home is torch.optim and updates == 1:  # which is looked at, and its norm kept
+        assert float(step.grad_norm) == pytest.approx(float(wanted), rel=1e-6)
+        return
+    with pytest.raises(RuntimeError, match="gone or were changed"):
+        _ = step.grad_norm
+
+
+def test_an_optimizer_that_writes_its_gradients(ranks):
+    """As torch's SGD does on a GPU, where ``foreach`` is the default."""
+    net, twin = net_of(), net_of()
+    options = {"lr": 0.1, "momentum": 0.9, "nesterov": True, "foreach": True}
+    optimizer = torch.optim.SGD(twin.parameters(), **options)
+    step = TrainStep(net, mse, torch.optim.SGD(net.parameters(), **options), cpu(ranks), error_if_nonfinite=False)
+    for x, y in batches(4):
+        step(x, y)
+        twin.zero_grad()
+        mse(twin(x), y).backward()
+        wanted = clip_grad_norm_(twin.parameters(), float("inf"))
+        optimizer.step()
+    assert float(step.grad_norm) == pytest.approx(float(wanted), rel=1e-6)
 
 
 def test_an_update_that_overflows_is_none(ranks):
@@ -172,3 +216,16 @@ def test_gradients_that_are_changed_after_the_update(ranks, home):
     texts = [each for each in told if "clip by its argument clip_norm" in str(each.message)]
     assert len(texts) == 1
     assert texts[0].filename == __file__
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_other_gradients_on_top_do_no_harm(ranks, clips):
+    """As of a generator's loss, which goes through the discriminator."""
+    net = net_of()
+    step = TrainStep(net, mse, optim.SGD(net.parameters(), lr=0.1), cpu(ranks))
+    with warnings.catch_warnings(action="error"):
+        for x, y in batches(4):
+            step(x, y)
+            net(x).mean().backward()
+            if clips:
+                clip_grad_norm_(net.parameters(), float("inf"))

@@ -47,6 +47,27 @@ def test_a_method_of_the_module_is_named_and_is_there(kind):
     assert not hasattr(wrapper, "generate")
 
 
-def test_a_tensor_parallel_is_served_by_calls():
+class Attached(Net):
+    """As a LightningModule, whose properties raise while no Trainer has it."""
+
+    @property
+    def trainer(self):
+        raise RuntimeError("not attached")
+
+    @property
+    def first(self):
+        return next(iter(()))
+
+
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_properties_of_the_module_that_raise_are_not_there(kind):
+    wrapper = WRAPPERS[kind][0](Attached().to(cpu(1)[0]))
+    for name in ("trainer", "first"):
+        assert not hasattr(wrapper, name)
+        assert getattr(wrapper, name, 3) == 3
+
+
+@pytest.mark.parametrize("options", [{}, {"method": "generate"}])
+def test_a_tensor_parallel_is_served_by_calls(options):
     with pytest.raises(TypeError, match=r"a TensorParallel is neither: call it from any thread, tp\(x\)"):
-        Predictor(WRAPPERS["TensorParallel"][0](Net()))
+        Predictor(WRAPPERS["TensorParallel"][0](Net()), **options)

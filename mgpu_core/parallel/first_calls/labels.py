@@ -74,8 +74,8 @@ OF_A_STEP = (
 )
 OF_A_WRAPPER = (
     "where each rank returns the mean over its own labels, the mean of these numbers, and even more its gradient, is "
-    "not that of one device. Wrap mgpu_core.integrations.transformers.WeightedLoss(model), which returns (loss * labels, "
-    "labels) of each rank, and divide their sums; or use mgpu_core.TrainStep with it, which does so"
+    "not that of one device. Wrap mgpu_core.integrations.transformers.WeightedLoss(model), which returns (loss * "
+    "labels, labels) of each rank, and divide their sums; or use mgpu_core.TrainStep with it, which does so"
 )
 
 

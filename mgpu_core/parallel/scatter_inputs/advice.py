@@ -60,7 +60,7 @@ def disagreement(leaves: Sequence[Any], path: Callable[[int], str], pair: tuple[
     ways = list(_ways(leaves, path, few, many, dim))
     alike = {re.sub(r"\[\d+\]", "[]", path(position)) for position in pair}
     if len(alike) == 1 and alike != {"inputs[]"}:  # of one list, not two arguments
-        ways.insert(0, "A list with one entry per row goes into mgpu_core.Rows(...)")
+        ways = ["A list with one entry per row goes into mgpu_core.Rows(...)"]
     advice = "; or ".join(ways) or "What every rank should get whole goes into mgpu_core.Replicate(...)"
     return f"the inputs differ in their number of rows along dimension {dim}: {described}. {advice}"
 

@@ -56,10 +56,9 @@ def run(args: argparse.Namespace) -> int:
     defined = top_level_names(script)
     if defined is not None:
         check_names(defined, chosen, script)  # before minutes of a script have passed
-    with as_script(script, arguments):
+    with as_script(script, arguments), on_cpu_ranks(args.ranks, hide=True):
         try:
-            with on_cpu_ranks(args.ranks, hide=True):
-                training = found_in(run_script(script), chosen, script)
+            training = found_in(run_script(script), chosen, script)
         except ScriptFailed as failure:
             return int(failure.args[0])
         plan = _plan(training, devices, batches, args)
@@ -96,9 +95,9 @@ def _run_inference(
     if callers < 1 or not args.seconds > 0:
         raise ValueError(f"--callers and --seconds must be above 0, not {callers} and {args.seconds:g}")
     here = Path.cwd()
-    with as_script(script, arguments):
+    with as_script(script, arguments), on_cpu_ranks(args.ranks, hide=True):
         try:
-            with on_cpu_ranks(args.ranks, hide=True), watching() as watch:
+            with watching() as watch:
                 ranks = as_devices(default_devices() or [CPU] * CPU_RANKS if devices is None else devices)
                 run_to_end(script)
         except ScriptFailed as failure:

@@ -161,6 +161,7 @@ def _concluded(
     measurements = tuple(sorted(findings.measurements, key=lambda measurement: measurement.batch))
     medians = {(each.way, each.batch): each.median_s for each in measurements if each.median_s is not None}
     seconds_by_way = {way: seconds for (way, batch), seconds in medians.items() if batch == plan.rows}
+    of_more_rows = {way: seconds for (way, batch), seconds in medians.items() if batch > plan.rows}
     reason = reason_of(
         None if seen is None else seen.shares,
         ranks=len(plan.devices),
@@ -187,6 +188,7 @@ def _concluded(
             reason=reason.name,
             device_count=len(plan.distinct_devices),
             ranks=len(plan.devices),
+            of_more_rows=of_more_rows,
         ),
         notes=tuple(findings.notes),
         environment=environment(),

@@ -21,6 +21,9 @@ ENOUGH = 1.05
 IMPOSSIBLE = 4.0
 """So many times the ranks: neither caches nor a fused update make so much of each of them."""
 
+HELD_UP = 1.5
+"""A step that takes so many times as long as one with more rows was not alone on its devices."""
+
 _HOW = {
     ONE: "Keep the plain loop",
     DROP_IN: "model = mgpu_core.DataParallel(net, device_ids)",
@@ -51,6 +54,7 @@ def recommend(
     reason: str = "",
     device_count: int = 1,
     ranks: int = 2,
+    of_more_rows: Mapping[str, float] | None = None,
 ) -> Recommendation:
     """Return the simplest way within 5 % of the fastest, at the sample's own batch.
 
@@ -62,11 +66,14 @@ def recommend(
         reason: the name of the main cost of many ranks.
         device_count: number of distinct devices.
         ranks: how many there are.
+        of_more_rows: seconds of a step with a larger batch.
     """
     if not medians:
         return Recommendation("", "None: no way could be measured.")
     if way := _impossible(medians, ranks):
         return Recommendation("", _mismeasured(way, medians, ranks))
+    if way := next((way for way, more in (of_more_rows or {}).items() if more * HELD_UP < medians.get(way, 0.0)), ""):
+        return Recommendation("", _held_up(way, medians[way], (of_more_rows or {})[way]))
     fastest = min(medians.values())
     way = next(name for name in NAMES if name in medians and medians[name] <= ENOUGH * fastest)
     told = [_choice(way, medians)]
@@ -96,6 +103,13 @@ def _mismeasured(way: str, medians: Mapping[str, float], ranks: int) -> str:
         f"None: {way} was measured as {medians[ONE] / medians[way]:.1f} times as fast as one device, which "
         f"{ranks} {'rank' if ranks == 1 else 'ranks'} cannot be. "
         "Something else held one device up: repeat it on a quiet machine."
+    )
+
+
+def _held_up(way: str, seconds: float, of_more_rows: float) -> str:
+    return (
+        f"None: {way} took {human_seconds(seconds)}, and with more rows {human_seconds(of_more_rows)}. Something else "
+        "held it up: repeat it on a quiet machine."
     )
 
 

@@ -106,7 +106,10 @@ class StepProfile:
         except (ValueError, RecursionError) as error:
             raise ValueError(f"not JSON: {error}") from error
         if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
-            raise ValueError(f'not a recorded step: wanted a JSON object with "format": "{FORMAT}"')
+            raise ValueError(
+                f'not a recorded step: wanted a JSON object with "format": "{FORMAT}", as `mgpu explain --profile` '
+                "writes it"
+            )
         buckets = content.get("buckets")
         if not isinstance(buckets, list):
             raise ValueError("buckets must be a list of objects with nbytes and ready_fraction")

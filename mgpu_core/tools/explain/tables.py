@@ -36,7 +36,7 @@ def table(step: Step, environment: Mapping[str, str], dropped: int = 0) -> Lines
     devices = ", ".join(device or "not seen" for device in step.devices)
     team = f" {ranks} ({devices})," if devices else ""
     lines: list[str | Table] = [
-        f"step {step.number}: {step.name},{team} {human_seconds(seconds_of(step))}",
+        f"recorded step {step.number}: {step.name},{team} {human_seconds(seconds_of(step))}",
         *([_WORKERS[step.workers]] if step.workers else []),
         *(f"{name}: {value}" for name, value in environment.items()),
     ]

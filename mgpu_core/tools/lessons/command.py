@@ -74,7 +74,8 @@ def _check(lesson: Lesson, path: Path, limit_seconds: float) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     right = verdicts.count(RIGHT)
-    print(f"{right} of {len(verdicts)} right" + ("" if right == len(verdicts) else f"; lesson {lesson.title} says why"))
+    more = "" if right == len(verdicts) else f"; mgpu lesson show {lesson.number} says what they should do"
+    print(f"{right} of {len(verdicts)} right{more}")
     return 0 if right == len(verdicts) else 1
 
 

@@ -140,7 +140,8 @@ class AutoWrap:
             with torch.no_grad(), random_numbers_kept(map(_device_of, net.parameters())), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 plain, over_ranks = (each(*cloned(args), **cloned(kwargs)) for each in calls)
-            if not all(each.dim() for each in tensors_in(plain)):
+            is_number = not all(each.dim() for each in tensors_in(plain))
+            if is_number:
                 name = type(net).__name__
                 self._hint(
                     f"{name} returns a number, and over ranks one for each: backward() needs its .mean(), which is one "
@@ -150,11 +151,12 @@ class AutoWrap:
         except Exception:  # the script's own call says what is wrong
             return
         if different is not None:
-            warn_user(
-                f"{type(net).__name__} over ranks gives other outputs than the plain net: {different}. Rows were "
-                f"cut along dimension {self._dim}: pass the dimension that they have (`mgpu run --dim N`), and return "
-                "rows, not one number, from the forward"
+            cure = (
+                "A forward that returns one number has one for each rank: return rows, or use mgpu_core.TrainStep"
+                if is_number
+                else f"Rows were cut along dimension {self._dim}: pass theirs (`mgpu run --dim N`), and return rows"
             )
+            warn_user(f"{type(net).__name__} over ranks gives other outputs than the plain net: {different}. {cure}")
 
     def _restore(self, modules: list[Module]) -> None:
         for module in modules:

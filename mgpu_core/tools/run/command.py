@@ -65,7 +65,8 @@ def run(args: argparse.Namespace) -> int:
                 "net.forward(...) is seen with --wrap auto alone: call the net itself"
             )
         optimizer, name = remade(watch.optimizer_of(seen.bare_net), seen.bare_net)
-        advice = advise_training(seen, optimizer, args.ranks)
+        with on_cpu_ranks(args.ranks):
+            advice = advise_training(seen, optimizer, args.ranks)
         net = type(seen.bare_net).__name__
         show([f"net: {net}, the one that was called most often; optimizer: {name}", *advice.lines])
     return status

@@ -86,6 +86,27 @@ def test_ranks_before_the_script_are_cpu_ranks_for_which_gpus_are_the_cpu(script
     assert plan.devices == (torch.device("cpu"),) * 4
 
 
+@pytest.mark.parametrize("options", [[], ["--inference", "--seconds", "1", "--callers", "1"]])
+def test_cuda_is_the_cpu_also_where_the_net_is_measured(script, options, monkeypatch, capsys):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
+    text = """
+import torch
+
+class Net(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * torch.ones(1, device="cuda")
+
+net, criterion = Net(3, 2).cuda(), torch.nn.MSELoss()
+sample = torch.ones(8, 3), torch.ones(8, 2)
+with torch.no_grad():
+    net(sample[0])
+"""
+    few = ["--batches", "8"] if options else ["--repeats", "1", "--batches", "8"]
+    assert main(["advise", "--ranks", "2", script(text), *few, *options]) == 0
+    assert "driver" not in capsys.readouterr().out
+
+
 def test_ranks_after_the_script_are_the_scripts_and_noted(script, planned, capsys):
     assert main(["advise", script(), *FAST, "--ranks", "4", "--", "--ranks=5"]) == 0
     (plan,) = planned

@@ -22,6 +22,16 @@ def test_what_cannot_be_is_no_recommendation():
     assert recommend({DROP_IN: 9.0, ENGINE: 1.0}, ranks=2).way == ENGINE
 
 
+def test_a_step_that_takes_longer_than_one_with_more_rows_was_held_up():
+    found = recommend({ONE: 0.628, DROP_IN: 0.356}, of_more_rows={ONE: 0.107})
+    assert found == Recommendation(
+        "",
+        "None: one device took 628 ms, and with more rows 107 ms. Something else held it up: repeat it on a quiet "
+        "machine.",
+    )
+    assert recommend({ONE: 0.15, DROP_IN: 0.1}, of_more_rows={ONE: 0.1, ENGINE: 0.01}).way == DROP_IN
+
+
 def test_the_example_prints_no_rows_where_there_is_no_break_even():
     assert f"{break_even({16: 0.27, 64: 0.44, 256: 0.45})}" == "none up to 256 rows"
     text = (Path(__file__).parents[3] / "docs" / "advise.md").read_text()

@@ -180,6 +180,6 @@ def test_a_metric_behind_the_step_is_not_the_step():
             mgpu_core.reduce([torch.ones(3)] * 2, "cpu")
     assert [step.name for step in trace.steps] == ["data_parallel", "calls"] * 2
     assert trace.step().number == 2
-    assert trace.table().startswith("step 2: data_parallel")
+    assert trace.table().startswith("recorded step 2: data_parallel")
     assert trace.step(-1).name == "calls"
     assert trace.profile().rows == 16

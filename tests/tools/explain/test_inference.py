@@ -93,9 +93,9 @@ def test_batches_are_a_step_of_their_own_behind_those_of_training():
     assert len(trace.batches) == 2
     assert trace.step().number == 1
     text = trace.table()
-    assert text.startswith("step 1: train_step")
+    assert text.startswith("recorded step 1: train_step")
     assert re.search(r"^rank 0 \(cpu\) +2 +2 +4 +2\.0 ", text, re.MULTILINE)
-    assert trace.table(2).startswith("step 2: inference, 1 rank (cpu)")
+    assert trace.table(2).startswith("recorded step 2: inference, 1 rank (cpu)")
 
 
 def test_a_pipeline_in_a_predictor_keeps_its_own_steps():
@@ -192,7 +192,7 @@ def test_a_step_of_batches_has_one_span_and_the_table_of_its_ranks():
         ["rank 1 (cpu)", "1", "2", "4", "4.0"],
     ]
     text = trace_with(by_hand()).table()
-    assert text.startswith("step 0: inference, 2 ranks (cpu, cpu), 100 us\n")
+    assert text.startswith("recorded step 0: inference, 2 ranks (cpu, cpu), 100 us\n")
     assert "inference 100 us" in repr(trace_with(by_hand()))
     shown = trace_with(by_hand())._repr_html_()
     assert "rows a batch</th>" in shown
@@ -236,7 +236,7 @@ def test_the_command_shows_a_script_with_a_predictor(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stderr) == (0, "")
     assert "answered" in done.stdout
-    assert "step 0: inference" in done.stdout
+    assert "recorded step 0: inference" in done.stdout
     assert done.stdout.splitlines()[-2:] == ["written: a.html", "written: b.json"]
     names = [each["name"] for each in json.loads((tmp_path / "b.json").read_text())["traceEvents"]]
     assert (names.count("batch"), names.count("joined")) == (2, 2)

@@ -46,7 +46,7 @@ def test_a_call_of_a_placed_module_is_a_step_of_its_own(ranks):
             net(torch.ones(2, 4))
     assert [step.name for step in trace.steps] == ["place", "place"]
     assert parts_of(trace) == [("cpu", [str(part)], 80) for part in range(ranks)]
-    assert trace.table().startswith("step 1: place, ")
+    assert trace.table().startswith("recorded step 1: place, ")
     assert trace.table().count("\n  cpu: ") == ranks
 
 

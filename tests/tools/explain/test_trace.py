@@ -155,7 +155,7 @@ def test_the_table_counts_what_moved(ranks):
         "reduce": ranks * PARAMETERS_NBYTES,
     }
     text = trace.table()
-    assert text.splitlines()[0].startswith(f"step 0: data_parallel, {ranks} ranks (cpu, cpu")
+    assert text.splitlines()[0].startswith(f"recorded step 0: data_parallel, {ranks} ranks (cpu, cpu")
     for name in moved:
         assert f"\n{name}" in text
 

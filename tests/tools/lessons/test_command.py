@@ -191,7 +191,7 @@ def test_an_answer_cannot_end_the_checker(mgpu, ending, told):
     status, lines = check(mgpu, text)
     assert status == 1
     assert told in lines[1]
-    assert lines[3:] == ["1 of 3 right; lesson 1. Scatter says why"]
+    assert lines[3:] == ["1 of 3 right; mgpu lesson show 1 says what they should do"]
 
 
 def test_prints_of_a_learner_are_no_verdicts(mgpu):

@@ -23,7 +23,7 @@ from mgpu_core.step.reducer import Gradients
 from mgpu_core.step.replicas import Replicas
 from mgpu_core.support.warnings import warn_user
 
-__all__ = ["LeftOverStep", "OptimizerStep", "versions_of", "why_not_in_shards"]
+__all__ = ["LeftOverStep", "OptimizerStep", "why_not_in_shards"]
 
 _version_of = attrgetter("_version")
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -51,7 +51,7 @@ class LeftOverStep:
 
     def note(self) -> None:
         """Note the gradients of an update that was made."""
-        self._versions = versions_of(self.spent)
+        self._versions = [0 if each is None else each._version for each in self.spent]
         self._samples = [_EMPTY if each is None else _sample_of(each).clone() for each in self.spent]
 
     def check(self, now: Iterable[torch.Tensor | None]) -> None:
@@ -87,11 +87,6 @@ class LeftOverStep:
 
 
 _EMPTY = torch.empty(0)
-
-
-def versions_of(gradients: Iterable[torch.Tensor | None]) -> list[int]:
-    """Return how often each gradient was written."""
-    return [0 if each is None else each._version for each in gradients]
 
 
 def _sample_of(gradient: torch.Tensor) -> torch.Tensor:

@@ -10,8 +10,8 @@ restored when the window is abandoned.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from itertools import compress
+from collections.abc import Callable, Iterable, Sequence
+from itertools import compress, repeat
 from operator import attrgetter, is_not
 from typing import Any
 
@@ -24,7 +24,7 @@ from mgpu_core.step.grad_buckets import Communication
 from mgpu_core.step.grad_clip import are_finite, clip, factor_of, multiply, refuse
 from mgpu_core.step.grad_scaler import LossScale
 from mgpu_core.step.losses import RankLoss
-from mgpu_core.step.optimizer_step import LeftOverStep, OptimizerStep, versions_of
+from mgpu_core.step.optimizer_step import LeftOverStep, OptimizerStep
 from mgpu_core.step.options import Options
 from mgpu_core.step.ranks import Ranks
 from mgpu_core.step.reducer import Gradients
@@ -165,12 +165,13 @@ class Update:
                 return
             self._gradients.show(used)
             try:
-                self._versions = versions_of(map(_grad_of, self.replicas.own))
+                gradients = map(_grad_of, self.replicas.own)
+                self._versions = list(map(getattr, gradients, repeat("_version"), repeat(0)))  # in C
                 with tracer.span("update", ALL_RANKS, self.replicas.devices[0]) if tracer.sink else NULL_CONTEXT:
                     run = self.optimizer_step.prepare(used)
                     run(factor)
                     if not self._is_asked and self._keeps_norm:
-                        self._keeps_norm = self._versions != versions_of(map(_grad_of, self.replicas.own))
+                        self._keeps_norm = _versions_of(map(_grad_of, self.replicas.own)) != self._versions
                     self._count(used)
             except BaseException as error:
                 self._failed(used, error)
@@ -230,7 +231,7 @@ class Update:
             now = map(_grad_of, self.replicas.own) if self._gradients.buckets is None else ()
             spent = self.optimizer_step.left_over.spent
             is_gone = self.window.calls or any(map(is_not, now, spent))
-            if is_gone or versions_of(spent) != self._versions:
+            if is_gone or _versions_of(spent) != self._versions:
                 raise RuntimeError(
                     "the gradients of the last update are gone or were changed: read grad_norm before zero_grad(), "
                     "clip_grad_norm_ and the next call. Once it was read, later updates keep theirs"
@@ -321,8 +322,13 @@ class Update:
                 self._skip()
             else:
                 self._gradients.show(self.used)
-                self._versions = versions_of(map(_grad_of, self.replicas.own))
+                self._versions = _versions_of(map(_grad_of, self.replicas.own))
                 note_written(list(compress(self.replicas.own, self.used)))
                 self._norm_parts = self._gradients.norm() if self._keeps_norm else None, replayed[1]
                 self._count(self.used)
         return loss
+
+
+def _versions_of(gradients: Iterable[torch.Tensor | None]) -> list[int]:
+    """Return how often each gradient was written."""
+    return list(map(getattr, gradients, repeat("_version"), repeat(0)))

@@ -69,7 +69,7 @@ class LeftOverStep:
             if spent is not None and spent is grad and spent._version != version
         ]
         self._samples = []
-        if changed and _are_clipped(*map(_on_host, zip(*changed, strict=True))):
+        if changed and _are_clipped(changed):
             self.watched = 0
             warn_user(
                 "gradients were changed after a TrainStep's call, which has made the update by then: clip by its "
@@ -95,12 +95,9 @@ def _sample_of(gradient: torch.Tensor) -> torch.Tensor:
     return values[:: max(1, values.numel() // _SAMPLED)]
 
 
-def _on_host(samples: Iterable[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([each.double().cpu() for each in samples])
-
-
-def _are_clipped(now: torch.Tensor, before: torch.Tensor) -> bool:
-    """Return whether all values were multiplied by one factor between 0 and 1."""
+def _are_clipped(changed: list[tuple[torch.Tensor, torch.Tensor]]) -> bool:
+    """Return whether all values of now are those of before, multiplied by one factor between 0 and 1."""
+    now, before = (torch.cat([each.double().cpu() for each in samples]) for samples in zip(*changed, strict=True))
     factors = (now / before)[before != 0]
     return bool(factors.numel()) and 0 < float(factors.max()) < 1 and float(factors.min() / factors.max()) > 0.98
 

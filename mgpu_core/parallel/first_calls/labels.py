@@ -101,7 +101,8 @@ class Labels(Observer):
         counts = [int(each) for each in counted if each is not None]
         if len(counts) < len(counted):
             return False
-        if self._of_outputs and (_divides_itself(call) or _returns(call.outputs, counts)):
+        divides = any("num_items_in_batch" in kwargs for _, kwargs in call.arguments)  # by the number it is given
+        if self._of_outputs and (divides or _returns(call.outputs, counts)):
             return True
         weights = [1] * len(rows) if self._of_outputs else rows
         shares = [(count * sum(weights), each * sum(counts)) for count, each in zip(counts, weights, strict=True)]
@@ -112,11 +113,6 @@ class Labels(Observer):
             f"rows: {self._advice}"
         )
         return True
-
-
-def _divides_itself(call: Call) -> bool:
-    """Return whether a model of transformers is given the number that it divides its loss by."""
-    return any("num_items_in_batch" in kwargs for _, kwargs in call.arguments)
 
 
 def _returns(outputs: Sequence[Any], counts: Sequence[int]) -> bool:

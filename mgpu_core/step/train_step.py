@@ -239,10 +239,12 @@ class TrainStep:
         """The Euclidean norm of the last update's gradient, before clipping: a scalar on the first device.
 
         ``None`` before the first update, and after an error or an update that was skipped.  The host waits where it
-        reads the number.  It is computed when it is read, and after the first time with each update.
+        reads the number.  It is computed when it is read, and after the first time with each update; also with each
+        update where the optimizer writes the gradients, as torch's SGD with ``nesterov`` does on a GPU.
 
         Raises:
-            RuntimeError: it was never read before, and the gradients are gone, by ``zero_grad`` or a later call.
+            RuntimeError: it was never read before, and the gradients are gone or were changed, by ``zero_grad``,
+                clipping or a later call.
         """
         return self._update.grad_norm()
 

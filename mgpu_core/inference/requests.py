@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from itertools import chain
+from types import MethodType
 from typing import Any, TypeAlias
 
 import torch
@@ -273,5 +274,6 @@ def _key_of_value(leaf: Any) -> Hashable:
         tree = flatten(leaf, leaves, "inputs", whole=True)
         return form_of(tree), *map(_key_of_value, leaves)
     parameters = getattr(leaf, "__dataclass_params__", None)
-    may_change = hasattr(leaf, "__dict__") and not getattr(parameters, "frozen", False)  # and its hash, in the queue
+    is_plain = isinstance(leaf, str | MethodType) or getattr(parameters, "frozen", False)
+    may_change = hasattr(leaf, "__dict__") and not is_plain  # and its hash, in the queue
     return type(leaf), id(leaf) if may_change else leaf

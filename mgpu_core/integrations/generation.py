@@ -123,10 +123,7 @@ class Generation(ServingModule):
             )
         args, options = call[0], dict(call[1])
         if (config := options.get("generation_config")) is not None:  # which its caller may change before the answer
-            if len(self._configs) >= _KEPT_CONFIGS:
-                self._configs.clear()
-            contents = config.to_json_string(ignore_metadata=True)
-            options["generation_config"] = self._configs.setdefault(contents, deepcopy(config))
+            options["generation_config"] = self._kept(deepcopy(config))
         if options.get("streamer") is not None:
             options["streamer"] = _Stream(options["streamer"], future)
         prompts = [*args, *(options[name] for name in ("input_ids", "inputs") if name in options)]
@@ -280,6 +277,15 @@ class Generation(ServingModule):
                 if one[row].argmax() != other[0].argmax():
                     break  # as likely: they go on with other tokens
         return None
+
+    def _kept(self, config: Any) -> Any:
+        """Return the configuration that was the first with these contents: requests with the same one are joined."""
+        if len(self._configs) >= _KEPT_CONFIGS:
+            self._configs.clear()
+        try:
+            return self._configs.setdefault(config.to_json_string(ignore_metadata=True), config)
+        except TypeError:  # a tensor among them, say
+            return config
 
     def _known(self, options: dict[str, Any]) -> dict[str, Any]:
         """Return all options that count: those of a call, then of its configuration, then of the model's."""

@@ -35,7 +35,7 @@ from mgpu_core.pipeline.parameter_copies import ParameterCopies
 from mgpu_core.ranks.compiled import outside_the_compiler
 from mgpu_core.support.null_context import NULL_CONTEXT
 from mgpu_core.support.warnings import warn_user
-from mgpu_core.trees.filled import FilledContents, FilledCopies, Undo, exchanged_back, map_in_place
+from mgpu_core.trees.filled import FilledCopies, Undo, exchanged_back, map_in_place
 from mgpu_core.trees.module_tree import ModuleTree, modules_of, parameters_of
 from mgpu_core.trees.nested import map_leaves, tensors_in
 from mgpu_core.trees.replica_parameters import as_parameters
@@ -569,24 +569,20 @@ def _repeated(forward: Callable[..., Any], args: Any, kwargs: Any, modules: Sequ
         forward, args, kwargs: the call.
         modules: whose attributes it may change.
     """
-    first, again = [(args, kwargs, FilledContents((args, kwargs), of_objects=True))], list[Any]()
+    given, first = FilledCopies(of_objects=True).copied((args, kwargs)), [(args, kwargs)]
     attributes = [(vars(each), dict(vars(each))) for each in modules]
 
     def run(*_: torch.Tensor) -> Any:
         if first:
-            args, kwargs, before = first.pop()
-            output = forward(*args, **kwargs)
-            again.append(before.copied((args, kwargs)))
-            return output
-        args, kwargs = again[0]
-        before = FilledContents(again[0], of_objects=True)
+            args, kwargs = first.pop()
+            return forward(*args, **kwargs)
+        args, kwargs = FilledCopies(of_objects=True).copied(given)
         now = [dict(own) for own, _ in attributes]
         try:
             for table, of_first in attributes:
                 table.update(of_first)
             return forward(*args, **kwargs)
         finally:
-            before.put_back()
             for (table, _of_first), since in zip(attributes, now, strict=True):
                 table.update(since)
 

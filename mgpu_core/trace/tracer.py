@@ -26,7 +26,7 @@ import torch
 from mgpu_core.support.null_context import NULL_CONTEXT
 from mgpu_core.support.warnings import warn_user
 from mgpu_core.trace.buffer import Clock, Draft, TraceBuffer
-from mgpu_core.trace.events import ALL_RANKS, NO_BUCKET, NO_STEP, Event, Mark, Span
+from mgpu_core.trace.events import ALL_RANKS, INFERENCE, NO_BUCKET, NO_STEP, Event, Mark, Span
 
 __all__ = [
     "WHOLE_STEPS",
@@ -136,7 +136,8 @@ class _OpenSpan:
 
 def _begun(buffer: TraceBuffer, name: str) -> AbstractContextManager[None]:
     """Return the context of a new whole step; a null context inside another one, in whatever thread."""
-    if name not in WHOLE_STEPS or buffer.is_inside(_whole_step.get()):
+    is_of_batch = name == "place" and _whole_step.get() == INFERENCE
+    if name not in WHOLE_STEPS or is_of_batch or buffer.is_inside(_whole_step.get()):
         return NULL_CONTEXT
     if buffer.is_over():
         _end(buffer)

@@ -58,7 +58,7 @@ def _difference_of_leaves(one: Any, other: Any, *, half: bool) -> str | None:
     if distance <= tolerance(half=half or any_in_half([one])) * scale:
         return None
     if math.isnan(float(distance)):
-        return "is not a number where the other one is, or the other way round"
+        return "is NaN in places where the other is not"
     return f"differs by {float(distance):.3g}, of values up to {float(scale):.3g}"
 
 

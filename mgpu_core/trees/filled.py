@@ -7,6 +7,8 @@ import dataclasses
 import operator
 from collections import UserDict, deque
 from collections.abc import Callable, Iterator
+from enum import Enum
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -21,6 +23,20 @@ Undo = list[tuple[Any, Any, Any, Any]]
 
 _DEPTH = 8  # of nests in which containers and tensors are looked for
 _SIMPLE = (bool, int, float, str, type(None))
+
+
+def _tuple_like(obj: tuple[Any, ...], entries: list[Any]) -> tuple[Any, ...]:
+    """Return a tuple of the same kind with these entries; the same one where none is another."""
+    if all(map(operator.is_, entries, obj)) or not (type(obj) is tuple or hasattr(obj, "_fields")):
+        return obj
+    return tuple(entries) if type(obj) is tuple else type(obj)._make(entries)  # type: ignore[attr-defined]
+
+
+def _attributes_of(obj: Any) -> dict[str, Any] | None:
+    """Return the attributes of an object; ``None``: it has none, or others may know it by its identity."""
+    is_known = callable(obj) or isinstance(obj, torch.Tensor | ModuleType | Enum)
+    is_made = getattr(type(obj), "__new__", None) is object.__new__
+    return None if is_known or not is_made else getattr(obj, "__dict__", None)
 
 
 def is_fillable(obj: Any) -> bool:
@@ -151,25 +167,6 @@ class FilledContents:
         """Return whether some container has other entries now."""
         return any(not _are_same(_entries(each), before) for each, before in self._kept)
 
-    def copied(self, obj: Any) -> Any:
-        """Return the same object as it was, with a copy of each container below it; of objects too, if one changed."""
-        kept = {id(container): entries for container, entries in self._kept}
-        has_objects, copies = self.have_changed, dict[int, Any]()
-
-        def copy_of(obj: Any) -> Any:
-            if type(obj) is tuple:
-                return tuple(map(copy_of, obj))
-            table = obj if is_fillable(obj) or not has_objects else getattr(obj, "__dict__", None)
-            if id(table) not in kept:
-                return obj
-            if id(obj) not in copies:
-                clone = copies[id(obj)] = copy.copy(obj)
-                entries = {key: copy_of(value) for key, value in kept[id(table)].items()}
-                _replace(clone if table is obj else vars(clone), entries)
-            return copies[id(obj)]
-
-        return copy_of(obj)
-
     def put_back(self) -> None:
         """Give all containers their entries of before, and tensors their values."""
         for container, before in self._kept:
@@ -180,23 +177,34 @@ class FilledContents:
 
 
 class FilledCopies:
-    """Copies of containers, so that one of several tasks fills its own; :meth:`merge` fills the originals."""
+    """Copies of containers, so that one of several tasks fills its own; :meth:`merge` fills the originals.
 
-    def __init__(self) -> None:
+    Args:
+        of_objects: also of objects with attributes; then nothing is merged.
+    """
+
+    def __init__(self, *, of_objects: bool = False) -> None:
+        self._of_objects = of_objects
         self._made: dict[int, tuple[Any, Any, dict[Any, Any]]] = {}  # by the id of the original: it, copy, its entries
 
-    def copied(self, obj: Any, depth: int = _DEPTH) -> Any:
-        """Return the nest with a copy of each container that can be filled."""
-        if type(obj) is tuple:
-            copies = tuple([self.copied(each, depth - 1) for each in obj]) if depth else obj
-            return obj if all(map(operator.is_, copies, obj)) else copies
-        if not depth or not is_fillable(obj):
+    def copied(self, obj: Any, depth: int = _DEPTH, *, inside: bool = False) -> Any:
+        """Return the nest with a copy of each container that can be filled.
+
+        Objects without attributes are copied ``inside`` others alone, which may fill them; elsewhere they may stand for
+        something by their identity.
+        """
+        if isinstance(obj, tuple):
+            return _tuple_like(obj, [self.copied(each, depth - 1, inside=inside) for each in obj]) if depth else obj
+        is_filled = is_fillable(obj)
+        table = obj if is_filled else _attributes_of(obj) if self._of_objects else None
+        if not depth or table is None or not (table or is_filled or inside):
             return obj
+        inside |= not is_filled
         if id(obj) not in self._made:
-            clone = copy.copy(obj)
+            clone = copy.copy(obj) if is_filled else object.__new__(type(obj))
             self._made[id(obj)] = obj, clone, {}
-            entries = {key: self.copied(value, depth - 1) for key, value in _entries(obj).items()}
-            _replace(clone, entries)
+            entries = {key: self.copied(value, depth - 1, inside=inside) for key, value in _entries(table).items()}
+            _replace(clone if is_filled else vars(clone), entries)
             self._made[id(obj)] = obj, clone, entries
         return self._made[id(obj)][1]
 

@@ -75,6 +75,12 @@ def test_who_weighs_by_the_labels_is_told_nothing(kind, net, ranks):
     assert told(kind(net().to(cpu(1)[0]), cpu(ranks)), batch(ranks, 3), batch(ranks, 2)) == []
 
 
+def test_right_calls_raise_no_warning_of_ours(ranks):
+    with warnings.catch_warnings(action="error"):
+        warnings.filterwarnings("ignore", "Was asked to gather")
+        DataParallel(Labelled(None).to(cpu(1)[0]), cpu(ranks))(*batch(ranks))
+
+
 def test_equal_shares_and_calls_without_a_loss_are_not(ranks):
     assert told(DataParallel(Labelled().to(cpu(1)[0]), cpu(ranks)), batch(ranks), batch(ranks)) == []
     with warnings.catch_warnings(action="error"):

@@ -71,6 +71,15 @@ def test_a_key_stays_while_its_options_change():
     assert one.key != request(torch.ones(1), Options(2)).key
 
 
+def test_methods_and_texts_are_joined_by_their_values():
+    class Text(str):
+        """With attributes."""
+
+    one, other = (request(torch.ones(1), PLAIN.request, Text("a")) for _ in range(2))
+    assert one.key == other.key
+    assert one.key != request(torch.ones(1), Joiner(None, None).request, Text("a")).key
+
+
 def test_nests_are_joined_and_split():
     requests = [request([torch.full((n, 2), float(n)), "same"], mask=torch.full((n,), n)) for n in (1, 3)]
     (nest,), kwargs = PLAIN.joined(requests, HOST)

@@ -118,6 +118,9 @@ def test_a_configuration_that_its_caller_changes_for_the_next_request():
             found.append(predict.submit(ids, generation_config=config))
         assert all(map(torch.equal, [each.result(60) for each in found], wanted))
         assert batches(predict) == 2  # by their contents
+        odd = transformers.GenerationConfig(max_new_tokens=3, pad_token_id=torch.tensor(PAD), eos_token_id=END)
+        wanted = net.generate(ids, generation_config=odd, do_sample=False)
+        assert torch.equal(predict(ids, generation_config=odd, do_sample=False), wanted)
         net.generation_config.eos_token_id = [12]
         with pytest.raises(RuntimeError, match="generation_config was changed after"):
             predict(ids, max_new_tokens=3)

@@ -3,9 +3,11 @@
 import copy
 import dataclasses
 import gc
+import threading
 import weakref
 from collections import UserDict, deque
 from itertools import product
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -184,7 +186,56 @@ class Cached(Plain):
         return x
 
 
-KINDS = [Losses, InATuple, UNet, SharedStates, SharedUserDict, Record, Cached]
+class Delegating:
+    """Changed between the layers, which read it; it cannot be copied by ``copy.copy``, as it has no attribute yet."""
+
+    def __init__(self):
+        self.state, self.lock = State(), threading.local()
+
+    def __getattr__(self, name):
+        return getattr(self.state, name)
+
+
+class ReadingDepth(Block):
+    def forward(self, x, numbers):
+        return (super().forward(x) * (1 + numbers.depth)).sin()
+
+
+class ChangedBetween(Plain):
+    def __init__(self):
+        super().__init__(ReadingDepth)
+
+    def forward(self, x):
+        numbers = Delegating()
+        for block in self.blocks:
+            x = block(x, numbers)
+            numbers.state.depth += 1
+        return x
+
+
+class Named(NamedTuple):
+    log: list
+    name: str
+
+
+class LoggingBlock(Block):
+    def forward(self, x, named):
+        named.log.append(1)
+        return super().forward(x) * len(named.log)
+
+
+class InANamedTuple(Plain):
+    def __init__(self):
+        super().__init__(LoggingBlock)
+
+    def forward(self, x):
+        named = Named([], "log")
+        for block in self.blocks:
+            x = block(x, named)
+        return x
+
+
+KINDS = [Losses, InATuple, UNet, SharedStates, SharedUserDict, Record, Cached, ChangedBetween, InANamedTuple]
 
 
 def pair(kind):

@@ -117,7 +117,7 @@ class Labels(Observer):
 
 def _returns(outputs: Sequence[Any], counts: Sequence[int]) -> bool:
     """Return whether each rank returns its number of labels, too, for the caller to divide by."""
-    numbers = [[float(each) for each in tensors_in(output) if not each.dim()][1:] for output in outputs]
+    numbers = [[float(each.detach()) for each in tensors_in(output) if not each.dim()] for output in outputs]
     return all(count in of_rank for count, of_rank in zip(counts, numbers, strict=True))
 
 

@@ -45,9 +45,9 @@ def table(step: Step, environment: Mapping[str, str], dropped: int = 0) -> Lines
         lines += ["", Table(rows)]
         for timeline in timelines_of(step):
             lines += ["", *pipeline_lines(timeline)]
-        for parts in step.parts:
-            lines += ["", *part_lines(parts)]
         lines += ["", *legend(rows)]
+    for parts in step.parts:
+        lines += ["", *part_lines(parts)]
     if dropped:
         lines.append(f"{dropped} events more were too many to keep: the last step may be a part of one.")
     return lines

@@ -33,7 +33,7 @@ def test_a_step_over_a_pipeline_has_its_stages():
     for number in range(2):
         assert parts_of(trace, number) == [("cpu", ["0", "1"], FIRST), ("cpu", ["2"], SECOND)]
     table = trace.table()
-    assert f"parts of Sequential:\n  cpu: 0 to 1, {FIRST} B\n  cpu: 2, {SECOND} B\n" in table
+    assert f"parts of Sequential:\n  cpu: 0 to 1, {FIRST} B\n  cpu: 2, {SECOND} B" in table
     assert [str(part) for part in pipeline.parts] == [f"cpu: 0 to 1, {FIRST} B", f"cpu: 2, {SECOND} B"]
 
 
@@ -48,6 +48,17 @@ def test_a_call_of_a_placed_module_is_a_step_of_its_own(ranks):
     assert parts_of(trace) == [("cpu", [str(part)], 80) for part in range(ranks)]
     assert trace.table().startswith("recorded step 1: place, ")
     assert trace.table().count("\n  cpu: ") == ranks
+
+
+def test_a_placed_module_in_a_predictor_is_part_of_its_batches():
+    net = mgpu_core.place(stack().eval(), ["cpu"] * 2, split=["2"])
+    with mgpu_core.Predictor(net, max_batch=1) as predict, mgpu_core.explain(steps=2) as trace:
+        for _ in range(5):
+            predict(torch.ones(1, 6))
+    assert [step.name for step in trace.steps] == ["inference"]
+    assert len(trace.batches) == 5
+    assert parts_of(trace) == [("cpu", ["0", "1"], FIRST), ("cpu", ["2"], SECOND)]
+    assert f"  cpu: 2, {SECOND} B" in trace.table()
 
 
 def test_two_modules_of_a_class_keep_apart():

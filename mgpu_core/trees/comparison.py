@@ -58,7 +58,7 @@ def _difference_of_leaves(one: Any, other: Any, *, half: bool) -> str | None:
     if distance <= tolerance(half=half or any_in_half([one])) * scale:
         return None
     if math.isnan(float(distance)):
-        return "is NaN in places where the other is not"
+        return "differs: NaN in one, where the other has none"
     return f"differs by {float(distance):.3g}, of values up to {float(scale):.3g}"
 
 

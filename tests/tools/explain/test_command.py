@@ -45,7 +45,7 @@ def test_the_shown_step_says_how_its_ranks_ran(tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
     assert f"workers: {lines[0]} (" in done.stdout
-    assert lines[2].startswith("step 5: train_step, 2 ranks (cpu, cpu)")
+    assert lines[2].startswith("recorded step 5: train_step, 2 ranks (cpu, cpu)")
 
 
 TRAINING = """

@@ -154,7 +154,7 @@ def warn_of_holders(parameters: Sequence[torch.Tensor], names: Sequence[str]) ->
     """
     known = {id(each): each for each in chain(parameters, *(holder.held for holder in list(holders)))}
     are_held = are_held_elsewhere(parameters, list(known.values()))
-    if any(are_held) and gc.collect():  # a graph of this step, in a cycle, is held by nobody
+    if any(are_held) and gc.collect():  # this step's graph may wait in a reference cycle
         are_held = are_held_elsewhere(parameters, list(known.values()))
     held = [name for name, is_held in zip(names, are_held, strict=True) if is_held]
     if held:

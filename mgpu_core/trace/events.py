@@ -197,7 +197,7 @@ class Parts:
     """Where the layers of a module are that ``place`` or a Pipeline has spread, at a call of it.
 
     Attributes:
-        placement: a number of its own, the same in every call.
+        placement: the id of the placement, the same in every call.
         name: of the module's class.
         parts: ``(device, names of its layers, bytes of the tensors that are at home there)`` each.
     """

@@ -249,7 +249,7 @@ def test_streams_of_one_batch(name, failing):
 
 
 class BrokenStream(Stream):
-    """Of a caller that has gone."""
+    """Raises after a few tokens, as the streamer of a caller that has disconnected."""
 
     def put(self, ids):
         super().put(ids)

@@ -281,7 +281,7 @@ def test_a_step_is_that_of_micro_batches_one_after_the_other(kind, schedule, chu
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_a_cache_goes_with_its_graph(checkpoint):
-    """Also where nobody runs a backward, as in a first call that is tried again."""
+    """Also if no backward follows, as in a first call that is tried again."""
     pipe = Pipeline(Cached(), cpu(2), split_points=["blocks.2"], chunks=2, checkpoint=checkpoint)
     for _ in range(2):
         pipe(batch())

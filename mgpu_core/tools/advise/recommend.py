@@ -22,7 +22,7 @@ IMPOSSIBLE = 4.0
 """So many times the ranks: neither caches nor a fused update make so much of each of them."""
 
 HELD_UP = 1.5
-"""A step that takes so many times as long as one with more rows was not alone on its devices."""
+"""If a step takes this many times as long as one with more rows, other programs disturbed the measurement."""
 
 _HOW = {
     ONE: "Keep the plain loop",

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def thinned(step: dict[str, Any], most: int) -> dict[str, Any]:
-    """Return a step of the page with at most so many buckets, collectives, rounds, bars a lane and layers a part.
+    """Return the page's data of a step with at most ``most`` buckets, collectives, bars per lane and layers per part.
 
     Rounds of a collective are kept or dropped together: a part of them would show wrong contents.
     """
